@@ -1,0 +1,308 @@
+"""What run is this? One JSON file, parsed into frozen dataclasses; DeepSpeed's own keys stay at its top level.
+
+    {"train_micro_batch_size_per_gpu": 4, ..., "bf16": {...},          <- DeepSpeed's, handed on verbatim
+     "topology": {...}, "model": {...}, "data": {...}, "noloco": {...}, "run": {...}}    <- ours, documented below
+
+The same file serves ``--deepspeed_config``: DeepSpeed keeps blocks that it does not know without complaint. Batch
+sizes, clipping, precision, inner optimizer and its schedule live on DeepSpeed's side only, and count per replica.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+
+from noloco_mega import checks
+from noloco_mega.grid import Grid
+
+Positive = Annotated[int, Field(gt=0)]
+NonNegative = Annotated[int, Field(ge=0)]
+PositiveSeconds = Annotated[float, Field(gt=0)]
+
+STRICT = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot run; the message lists every problem found and what to change."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Topology:
+    """How many ranks, and how they are cut: ranks = replicas · data · stages · tensor."""
+
+    __pydantic_config__ = STRICT
+
+    replicas: Positive
+    """N: whole model instances. Each is a torch.distributed world of its own."""
+    stages: Positive = 1
+    """S: pipeline stages of each replica; divides model.num_layers."""
+    tensor: Positive = 1
+    """T: tensor-parallel size inside a stage; divides heads, query groups, FFN width and vocabulary."""
+    data: Positive = 1
+    """D: inner data parallelism, an ordinary all-reduce inside each replica."""
+    sequence_parallel: bool = False
+    """Megatron's sequence parallelism over the tensor axis (needs tensor > 1)."""
+    sites: tuple[tuple[NonNegative, ...], ...] | None = None
+    """Groups of replicas that share a fast network, e.g. [[0, 1], [2, 3]]; random routes stay inside a site, pairs are
+    drawn over all replicas. Absent: one site of all replicas."""
+
+    def grid(self) -> Grid:
+        return Grid(replicas=self.replicas, data=self.data, stages=self.stages, tensor=self.tensor)
+
+    def site_of(self, replica: int) -> tuple[int, ...]:
+        """The replicas (ascending) of the site that `replica` belongs to."""
+        sites = self.sites or (tuple(range(self.replicas)),)
+        return next(tuple(sorted(site)) for site in sites if replica in site)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """A Llama-style decoder, named with Megatron's words."""
+
+    __pydantic_config__ = STRICT
+
+    vocab_size: Positive
+    """Rows of the embedding, exactly the tokenizer's; train tokenizers to a multiple of 128·tensor."""
+    hidden_size: Positive
+    """H: width of the residual stream."""
+    num_layers: Positive
+    """Transformer layers of the whole model."""
+    num_attention_heads: Positive
+    """Query heads; divides hidden_size unless kv_channels is given."""
+    num_query_groups: Positive | None = None
+    """Key/value heads (grouped-query attention); absent: as many as query heads."""
+    kv_channels: Positive | None = None
+    """Width of one head; absent: hidden_size / num_attention_heads."""
+    ffn_hidden_size: Positive
+    """Width of the SwiGLU block."""
+    seq_length: Positive
+    """Tokens of one sample."""
+    rotary_base: Positive = 10_000
+    """RoPE theta."""
+    norm_epsilon: Annotated[float, Field(gt=0)] = 1e-5
+    """Epsilon of RMSNorm."""
+    init_method_std: Annotated[float, Field(gt=0)] = 0.02
+    """Standard deviation of the initial weights; output projections use it divided by sqrt(2·num_layers)."""
+    tied_embeddings: bool = False
+    """One matrix for input and output embedding; only with stages = 1."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """Tokenized text, as tools/preprocess_data.py writes it (Megatron's .bin/.idx)."""
+
+    __pydantic_config__ = STRICT
+
+    train: str
+    """Path prefix of the training data: PREFIX.bin and PREFIX.idx."""
+    valid: str
+    """Path prefix of the validation data."""
+    tokenizer: str
+    """Path of the sentencepiece model that wrote both; read for its vocabulary size and for printed samples."""
+    cache: str | None = None
+    """Folder for index caches; absent: beside each data file. Must be writable once, by whoever builds it first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Noloco:
+    """The outer step and the routing between replicas."""
+
+    __pydantic_config__ = STRICT
+
+    optimizer: str = "noloco"
+    """Outer optimizer by name: "noloco" (pairs and modified Nesterov) or "local" (replicas never exchange)."""
+    inner_steps: Positive = 50
+    """H: inner steps per outer step."""
+    outer_lr: Annotated[float, Field(gt=0)] = 0.7
+    """β: outer learning rate."""
+    outer_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.5
+    """α: coefficient of the outer momentum δ."""
+    gamma: Annotated[float, Field(ge=0)] = 0.7
+    """γ: consensus strength, the pull towards the group's mean slow weights. The paper gives no value."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """λ: decoupled outer weight decay, φ ← φ − β·λ·φ beside the step; 0 in the paper."""
+    group_size: Annotated[int, Field(ge=2)] = 2
+    """n: replicas that average with each other in one outer step."""
+    allow_unstable: bool = False
+    """Run (α, γ, n, N) outside the exact stability range; for studies of exactly that."""
+    routing: Literal["random", "fixed"] = "random"
+    """"random": each microbatch crosses each stage boundary to a randomly drawn replica of its site; "fixed": the
+    ordinary pipeline."""
+    seed: NonNegative = 0
+    """Seed of routes and pairs."""
+    heartbeat_seconds: PositiveSeconds = 5.0
+    """Interval of the control thread's signs of life."""
+    exchange_deadline_seconds: PositiveSeconds = 60.0
+    """How long an outer step waits for a partner's data before it goes on without."""
+    link_timeout_seconds: PositiveSeconds = 300.0
+    """How long a stage waits for a routed activation before it declares the link broken."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """Length, evaluation and output of the run."""
+
+    __pydantic_config__ = STRICT
+
+    name: str
+    """Output goes to DIRECTORY/NAME."""
+    directory: str = "runs"
+    """Parent folder of all runs."""
+    steps: Positive
+    """Inner steps of the whole run."""
+    seed: NonNegative = 0
+    """Seed of the initial weights and of the order of samples."""
+    log_every: Positive = 10
+    """Inner steps between two rows of metrics.jsonl."""
+    eval_every: NonNegative = 0
+    """Inner steps between two evaluations; 0: only before the first and after the last step."""
+    eval_microbatches: Positive = 8
+    """Microbatches of one evaluation, the same ones every time and on every replica."""
+    tensorboard: bool = True
+    """Write TensorBoard events beside metrics.jsonl."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """A whole run. `deepspeed` holds the file's other top-level keys, exactly as written."""
+
+    topology: Topology
+    model: Model
+    data: Data
+    noloco: Noloco
+    run: Run
+    deepspeed: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def micro_batch_size(self) -> int:
+        """B: samples of one microbatch."""
+        return checks.batch_sizes(self.deepspeed, self.topology.data)[0]
+
+    @property
+    def microbatches(self) -> int:
+        """M: microbatches that one pipeline runs per inner step (DeepSpeed's gradient accumulation steps)."""
+        return checks.batch_sizes(self.deepspeed, self.topology.data)[1]
+
+    @property
+    def replica_batch_size(self) -> int:
+        """Samples that one replica consumes per inner step: B·M·D."""
+        return self.micro_batch_size * self.microbatches * self.topology.data
+
+    @property
+    def bf16(self) -> bool:
+        return bool(self.deepspeed.get("bf16", {}).get("enabled", False))
+
+    @property
+    def output(self) -> Path:
+        return Path(self.run.directory) / self.run.name
+
+    def to_json(self) -> dict[str, Any]:
+        """The file that would load as this config, defaults written out."""
+        blocks = {name: json.loads(json.dumps(dataclasses.asdict(getattr(self, name)))) for name in BLOCKS}
+        return {**self.deepspeed, **blocks}
+
+
+BLOCKS: dict[str, type] = {"topology": Topology, "model": Model, "data": Data, "noloco": Noloco, "run": Run}
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Read a JSON config, apply ``block.key=value`` overrides, validate and cross-check it.
+
+    Raises ConfigError with every problem found; nothing has been started or written by then.
+    """
+    path = Path(path)
+    try:
+        raw = json.loads(path.read_text(), object_pairs_hook=_refuse_duplicates)
+    except OSError as error:
+        raise ConfigError(f"cannot read the config {path}: {error.strerror}") from error
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path} holds a {type(raw).__name__}; a config is a JSON object")
+    for override in overrides:
+        _override(raw, override)
+    return parse(raw)
+
+
+def parse(raw: dict[str, Any]) -> Config:
+    """A Config from the file's JSON object. Raises ConfigError."""
+    problems = [
+        _unknown(key, (*BLOCKS, *checks.DEEPSPEED_KEYS), "")
+        for key in raw
+        if key not in BLOCKS and key not in checks.DEEPSPEED_KEYS
+    ]
+    blocks: dict[str, Any] = {}
+    for name, block in BLOCKS.items():
+        try:
+            blocks[name] = TypeAdapter(block).validate_json(json.dumps(raw.get(name, {})))
+        except ValidationError as error:
+            problems += _explain(name, block, error)
+    if problems:
+        raise ConfigError(_listed(problems))
+    deepspeed = {key: value for key, value in raw.items() if key not in BLOCKS}
+    config = Config(**blocks, deepspeed=deepspeed)
+    problems = checks.problems(config)
+    if problems:
+        raise ConfigError(_listed(problems))
+    return config
+
+
+def _listed(problems: Sequence[str]) -> str:
+    if len(problems) == 1:
+        return problems[0]
+    return f"{len(problems)} problems:\n" + "\n".join(f"  - {problem}" for problem in problems)
+
+
+def _unknown(key: str, known: Sequence[str], where: str) -> str:
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    hint = f'; did you mean "{near[0]}"?' if near else f"; known: {', '.join(sorted(known))}"
+    return f'unknown key "{where}{key}"{hint}'
+
+
+def _explain(name: str, block: type, error: ValidationError) -> list[str]:
+    known = [f.name for f in dataclasses.fields(block)]
+    lines = []
+    for item in error.errors():
+        where = ".".join(str(part) for part in (name, *item["loc"]))
+        if item["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
+            lines.append(_unknown(str(item["loc"][-1]), known, f"{name}."))
+        elif item["type"] in ("missing", "missing_argument", "missing_keyword_only_argument"):
+            lines.append(f'"{where}" is missing')
+        else:
+            message = item["msg"][0].lower() + item["msg"][1:]
+            lines.append(f'"{where}": {message} (given: {json.dumps(item["input"])})')
+    return lines
+
+
+def _override(raw: dict[str, Any], override: str) -> None:
+    """Apply one ``dotted.key=value``; the value is JSON where it parses as such, else a string."""
+    dotted, equals, text = override.partition("=")
+    if not equals or not dotted:
+        raise ConfigError(f"--set takes KEY=VALUE, e.g. noloco.inner_steps=20; got {override!r}")
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError:
+        value = text
+    *parents, last = dotted.split(".")
+    target = raw
+    for parent in parents:
+        target = target.setdefault(parent, {})
+        if not isinstance(target, dict):
+            raise ConfigError(f'--set {override}: "{parent}" holds a value, not a block')
+    target[last] = value
+
+
+def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    seen = dict(pairs)
+    if len(seen) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        raise ConfigError(f"the config names {', '.join(twice)} twice; JSON would silently keep the last")
+    return seen
