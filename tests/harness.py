@@ -2,7 +2,7 @@
 
     results = run_ranks(worker, grid, tmp_path, argument, limit_seconds=60)
 
-calls ``worker(grid.place(rank), tmp_path, argument)`` in one process per rank and returns the values in rank order. A worker
+calls ``worker(grid.place(rank), tmp_path, argument)`` in one process per rank; values in rank order. A worker
 that raises fails the test with its traceback; one that outlives the limit is killed, as are all its siblings (only
 processes started here are ever signalled).
 """
@@ -54,9 +54,7 @@ class Ranks:
     def __init__(self, worker: Callable[..., Any], places: list[Any], directory: Path, args: tuple) -> None:
         self._results = _context.Queue()
         self.processes = [
-            _context.Process(
-                target=_enter, args=(self._results, rank, worker, place, directory, args), daemon=True
-            )
+            _context.Process(target=_enter, args=(self._results, rank, worker, place, directory, args), daemon=True)
             for rank, place in enumerate(places)
         ]
         for process in self.processes:

@@ -21,9 +21,7 @@ def groups(seed: int, outer_step: int, members: Iterable[int], group_size: int) 
     return sorted(tuple(sorted(shuffled[i : i + group_size])) for i in range(0, len(shuffled), group_size))
 
 
-def partners(
-    seed: int, outer_step: int, members: Iterable[int], group_size: int, replica: int
-) -> tuple[int, ...]:
+def partners(seed: int, outer_step: int, members: Iterable[int], group_size: int, replica: int) -> tuple[int, ...]:
     """The other members of `replica`'s group, ascending; empty for a replica left over alone."""
     for group in groups(seed, outer_step, members, group_size):
         if replica in group:

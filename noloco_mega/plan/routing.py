@@ -55,9 +55,7 @@ class RandomRoutes:
 
     def _draw(self, step: int, microbatch: int, boundary: int) -> tuple[np.ndarray, np.ndarray]:
         members = ",".join(map(str, self.members.tolist()))
-        order = keys.permutation(
-            keys.key(self.seed, "route", members, step, microbatch, boundary), len(self.members)
-        )
+        order = keys.permutation(keys.key(self.seed, "route", members, step, microbatch, boundary), len(self.members))
         return self.members[order], self.members[np.argsort(order)]
 
     def forward(self, step: int, microbatch: int, boundary: int, replica: int) -> int:
