@@ -6,6 +6,7 @@ deepspeed.initialize gets: the user's keys verbatim, plus the ones that the hand
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -16,11 +17,41 @@ if TYPE_CHECKING:
     from noloco_mega.config import Config
 
 DEEPSPEED_KEYS = frozenset(
-    "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping optimizer scheduler "
-    "fp16 bf16 data_types torch_autocast zero_optimization zero_allow_untested_optimizer communication_data_type "
-    "prescale_gradients gradient_predivide_factor steps_per_print wall_clock_breakdown memory_breakdown dump_state "
-    "disable_python_gc activation_checkpointing comms_logger flops_profiler tensorboard wandb csv_monitor comet "
-    "checkpoint timers log_level compile aio autotuning".split()
+    [
+        "train_batch_size",
+        "train_micro_batch_size_per_gpu",
+        "gradient_accumulation_steps",
+        "gradient_clipping",
+        "optimizer",
+        "scheduler",
+        "fp16",
+        "bf16",
+        "data_types",
+        "torch_autocast",
+        "zero_optimization",
+        "zero_allow_untested_optimizer",
+        "communication_data_type",
+        "prescale_gradients",
+        "gradient_predivide_factor",
+        "steps_per_print",
+        "wall_clock_breakdown",
+        "memory_breakdown",
+        "dump_state",
+        "disable_python_gc",
+        "activation_checkpointing",
+        "comms_logger",
+        "flops_profiler",
+        "tensorboard",
+        "wandb",
+        "csv_monitor",
+        "comet",
+        "checkpoint",
+        "timers",
+        "log_level",
+        "compile",
+        "aio",
+        "autotuning",
+    ]
 )
 
 OUTER_OPTIMIZERS = ("local", "noloco")
@@ -56,9 +87,9 @@ def batch_sizes(deepspeed: dict[str, Any], data: int) -> tuple[int, int]:
     }.items():
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise ValueError(f'"{key}" must be a positive integer (given: {value!r}); "auto" is not resolved here')
-    if micro is None and total is None:
-        raise ValueError('give "train_micro_batch_size_per_gpu" (samples per microbatch), counted per replica')
     if micro is None:
+        if total is None:
+            raise ValueError('give "train_micro_batch_size_per_gpu" (samples per microbatch), counted per replica')
         micro = total // ((steps or 1) * data)
     if steps is None:
         steps = total // (micro * data) if total is not None and micro else 1
@@ -71,8 +102,8 @@ def batch_sizes(deepspeed: dict[str, Any], data: int) -> tuple[int, int]:
 
 
 def deepspeed_settings(config: Config) -> dict[str, Any]:
-    """The dictionary for deepspeed.initialize: the file's own keys plus what the hand-off needs where they are silent."""
-    settings: dict[str, Any] = {key: dict(v) if isinstance(v, dict) else v for key, v in config.deepspeed.items()}
+    """The JSON for deepspeed.initialize: the file's own keys, and where they are silent what the hand-off needs."""
+    settings: dict[str, Any] = copy.deepcopy(config.deepspeed)
     settings.setdefault("steps_per_print", None)
     micro, steps = batch_sizes(config.deepspeed, config.topology.data)
     settings |= {"train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": steps}
@@ -140,9 +171,7 @@ def _topology(config: Config) -> Iterator[str]:
     if topology.sites is not None:
         listed = sorted(replica for site in topology.sites for replica in site)
         if listed != list(range(topology.replicas)):
-            yield (
-                f"topology.sites must name each replica 0..{topology.replicas - 1} exactly once; it names {listed}"
-            )
+            yield (f"topology.sites must name each replica 0..{topology.replicas - 1} exactly once; it names {listed}")
 
 
 def _deepspeed(config: Config) -> Iterator[str]:
@@ -158,6 +187,11 @@ def _deepspeed(config: Config) -> Iterator[str]:
     for key in ("offload_optimizer", "offload_param", "cpu_offload"):
         if settings.get("zero_optimization", {}).get(key):
             yield f"zero_optimization.{key} is not supported: the outer step works on the masters in place"
+    if settings.get("zero_optimization", {}).get("overlap_comm"):
+        yield (
+            "zero_optimization.overlap_comm reduces gradients inside the backward pass, before all ranks have agreed "
+            "to keep them; remove it or set it to false"
+        )
     if "gradient_clipping" not in settings:
         yield (
             'say "gradient_clipping": DeepSpeed clips to 1.0 where the key is absent (1.0 is also the paper\'s value; '
@@ -186,7 +220,7 @@ def _inner_optimizer(optimizer: dict[str, Any] | None) -> Iterator[str]:
     elif name.lower() not in ("adam", "adamw"):
         yield f'optimizer.type "{name}" is not supported; use "AdamW" or "Adam"'
     if "lr" not in params:
-        yield 'optimizer.params.lr is missing'
+        yield "optimizer.params.lr is missing"
 
 
 def _outer(config: Config) -> Iterator[str]:
@@ -205,9 +239,10 @@ def _outer(config: Config) -> Iterator[str]:
     radius = spectral_radius(alpha, gamma, n, replicas)
     if radius >= 1 and not noloco.allow_unstable:
         _, high = stable_gamma_range(alpha, n, replicas)
+        growth = "never shrink" if gamma == 0 else f"grow {math.sqrt(radius):.3f}-fold per outer step"
         yield (
             f"outer_momentum α = {alpha}, gamma γ = {gamma} is unstable for groups of {n} among {replicas} replicas: "
-            f"the replicas' spread would grow {math.sqrt(radius):.3f}-fold per outer step. With this α, γ must lie in "
+            f"the replicas' spread would {growth}. With this α, γ must lie in "
             f"(0, {math.floor(high * 1000) / 1000:.3f}); lower α or γ, or set noloco.allow_unstable to study it"
         )
 

@@ -107,7 +107,8 @@ class Data:
     tokenizer: str
     """Path of the sentencepiece model that wrote both; read for its vocabulary size and for printed samples."""
     cache: str | None = None
-    """Folder for index caches; absent: beside each data file. Must be writable once, by whoever builds it first."""
+    """Folder for what is found out about token files that have no .json (their largest token id); absent: beside each
+    file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,6 +144,8 @@ class Noloco:
     """How long an outer step waits for a partner's data before it goes on without."""
     link_timeout_seconds: PositiveSeconds = 300.0
     """How long a stage waits for a routed activation before it declares the link broken."""
+    rendezvous_timeout_seconds: PositiveSeconds = 600.0
+    """How long a rank waits at the start for the rendezvous and for all other ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,179 @@
+"""What did the launcher tell this process? Rank variables of every launcher, and the run's own NOLOCO_* variables.
+
+    NOLOCO_REPLICA      this launch is one replica, and this is its number; absent: one launch for the whole run
+    NOLOCO_RENDEZVOUS   host:port of a running rendezvous; absent: rank 0 of a one-launch run serves it
+    NOLOCO_HOST         the address this process listens on and is reached at; absent: loopback
+    NOLOCO_IFNAME       or the network interface whose address that is
+    NOLOCO_SECRET, NOLOCO_SECRET_FILE    the run's secret; absent: a file of the user's own (see `secret`)
+
+Nothing here opens a connection.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from noloco_mega.comm.channel import Address, read_secret
+from noloco_mega.grid import Grid, Place
+
+LOOPBACK = "127.0.0.1"
+
+
+class LaunchError(ValueError):
+    """The process was not started the way the config needs it; the message says how to start it."""
+
+
+@dataclass(frozen=True)
+class RankVariables:
+    """How one launcher names rank, world size and local rank; `inside` must also be set (see SLURM)."""
+
+    launcher: str
+    rank: str
+    world_size: str
+    local_rank: str
+    inside: str | None = None
+
+
+# In this order: torchrun under srun, or under mpirun, means torchrun's own variables.
+LAUNCHERS = (
+    RankVariables("torchrun or deepspeed", "RANK", "WORLD_SIZE", "LOCAL_RANK"),
+    RankVariables("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    RankVariables("MPICH", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
+    # A batch script has SLURM_PROCID too, though srun started nothing there; only a step has SLURM_STEP_ID.
+    RankVariables("srun", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", inside="SLURM_STEP_ID"),
+)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Where this process stands in its launch."""
+
+    launcher: str
+    rank: int
+    world_size: int
+    local_rank: int
+    replica: int | None
+    """The replica that this launch is, or None when one launch starts the whole run."""
+    rendezvous: Address | None
+    master: Address | None
+    """MASTER_ADDR and MASTER_PORT, where the launcher sets them."""
+    agent_store: bool
+    """torchrun's agent already serves a store on `master`."""
+    host: str
+    interface: str | None
+
+
+def read(environ: Mapping[str, str] = os.environ) -> Launch:
+    """The launcher's variables. Raises LaunchError where no launcher started this process or they make no sense."""
+    for variables in LAUNCHERS:
+        if variables.rank in environ and (variables.inside is None or variables.inside in environ):
+            break
+    else:
+        raise LaunchError(
+            "no launcher started this process: none of "
+            + ", ".join(v.rank for v in LAUNCHERS)
+            + " is set. Start it with launch/local.sh CONFIG, torchrun, deepspeed, srun or mpirun"
+        )
+    rank = _integer(environ, variables.rank)
+    world_size = _integer(environ, variables.world_size)
+    local_rank = _integer(environ, variables.local_rank) if variables.local_rank in environ else rank
+    master = None
+    if "MASTER_ADDR" in environ and "MASTER_PORT" in environ:
+        master = (environ["MASTER_ADDR"], _integer(environ, "MASTER_PORT"))
+    interface = environ.get("NOLOCO_IFNAME")
+    return Launch(
+        launcher=variables.launcher,
+        rank=rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        replica=_integer(environ, "NOLOCO_REPLICA") if "NOLOCO_REPLICA" in environ else None,
+        rendezvous=address(environ["NOLOCO_RENDEZVOUS"]) if "NOLOCO_RENDEZVOUS" in environ else None,
+        master=master,
+        agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        host=_host(environ.get("NOLOCO_HOST"), interface),
+        interface=interface,
+    )
+
+
+def place(launch: Launch, grid: Grid) -> Place:
+    """This process's place in the run. Raises LaunchError if the launch does not match the topology."""
+    sizes = ", ".join(f"{axis} {size}" for axis, size in grid.sizes().items())
+    if launch.replica is None:
+        if launch.world_size != grid.size:
+            raise LaunchError(
+                f"{launch.launcher} started {launch.world_size} processes, but the topology ({sizes}) has "
+                f"{grid.size} ranks. Start {grid.size}; or, with one launch per replica, start {grid.replica_size} "
+                f"and set NOLOCO_REPLICA to the replica's number"
+            )
+        return grid.place(launch.rank)
+    if launch.world_size != grid.replica_size:
+        raise LaunchError(
+            f"NOLOCO_REPLICA = {launch.replica} says that this launch is one replica, of {grid.replica_size} ranks in "
+            f"the topology ({sizes}); {launch.launcher} started {launch.world_size} processes"
+        )
+    if not 0 <= launch.replica < grid.replicas:
+        raise LaunchError(f"NOLOCO_REPLICA = {launch.replica}, but the topology has replicas 0 to {grid.replicas - 1}")
+    return grid.place(launch.replica * grid.replica_size + launch.rank)
+
+
+def address(text: str) -> Address:
+    """ "host:port" as an Address. Raises LaunchError."""
+    host, colon, port = text.rpartition(":")
+    if not colon or not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise LaunchError(f"NOLOCO_RENDEZVOUS takes HOST:PORT, e.g. 127.0.0.1:29400; got {text!r}")
+    return host, int(port)
+
+
+def secret(environ: Mapping[str, str] = os.environ) -> bytes:
+    """The secret that every peer of a run proves.
+
+    Without NOLOCO_SECRET or NOLOCO_SECRET_FILE it is the user's own file, ~/.config/noloco_mega/secret, made on first
+    use with mode 0600: enough wherever all nodes share the home folder, and different for every user.
+    Raises ValueError for a file that others can read.
+    """
+    if "NOLOCO_SECRET" in environ or "NOLOCO_SECRET_FILE" in environ:
+        return read_secret(environ)
+    home = Path(environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "noloco_mega"
+    path = home / "secret"
+    if not path.exists():
+        home.mkdir(parents=True, exist_ok=True)
+        draft = home / f"secret.{os.getpid()}.{secrets.token_hex(4)}"
+        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(secrets.token_hex(32))
+        try:
+            os.link(draft, path)  # the first of several processes wins; a rename would give them different secrets
+        except FileExistsError:
+            pass
+        finally:
+            draft.unlink()
+    return read_secret({"NOLOCO_SECRET_FILE": str(path)})
+
+
+def _integer(environ: Mapping[str, str], name: str) -> int:
+    try:
+        return int(environ[name])
+    except KeyError:
+        raise LaunchError(f"the launcher set a rank but not {name}") from None
+    except ValueError:
+        raise LaunchError(f"{name} must be a number; it is {environ[name]!r}") from None
+
+
+def _host(host: str | None, interface: str | None) -> str:
+    if host is not None:
+        return host
+    if interface is None:
+        return LOOPBACK
+    found = psutil.net_if_addrs()
+    if interface not in found:
+        raise LaunchError(f"NOLOCO_IFNAME = {interface}: no such interface; this host has {', '.join(sorted(found))}")
+    for item in found[interface]:
+        if item.family == socket.AF_INET:
+            return item.address
+    raise LaunchError(f"NOLOCO_IFNAME = {interface} has no IPv4 address; set NOLOCO_HOST to the address to use")

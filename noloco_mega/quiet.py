@@ -1,0 +1,30 @@
+"""Which warnings of our dependencies are meant, and not shown? Each is expected in every process, and says nothing new.
+
+Imported by the package itself, since most of them are given while the dependencies are imported.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+
+# megatron-core: which optional CUDA packages are absent, and a default of its own that it calls deprecated.
+MEGATRON = ("Apex is not installed", "Transformer Engine and Apex are not installed", "full scope is deprecated")
+
+# DeepSpeed: that there is no GPU, and a learning rate read before the first step, which is 0 as it should be.
+DEEPSPEED = (
+    "Setting accelerator to CPU",
+    "Attempting to get learning rate from scheduler before it has started",
+)
+
+
+class _Expected(logging.Filter):
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith(DEEPSPEED)
+
+
+def expected() -> None:
+    """Drop exactly these warnings, in this process."""
+    for message in MEGATRON:
+        warnings.filterwarnings("ignore", message=message, category=UserWarning)
+    logging.getLogger("DeepSpeed").addFilter(_Expected())
