@@ -64,6 +64,8 @@ def start_replica(grid: Grid, place: Place, device: Device, store: dist.Store, t
         distributed_timeout_minutes=timeout.total_seconds() / 60,
     )
     mcore = ProcessGroupCollection.use_mpu_process_groups()
+    replica = dist.group.WORLD
+    assert replica is not None
     world = ReplicaWorld(
         grid=grid,
         place=place,
@@ -74,7 +76,7 @@ def start_replica(grid: Grid, place: Place, device: Device, store: dist.Store, t
         pipeline=mcore.pp,
         data=mcore.dp,
         model=mcore.mp,
-        replica=dist.group.WORLD,
+        replica=replica,
     )
     assert dist.get_rank(world.tensor) == place.tensor and dist.get_world_size(world.tensor) == grid.tensor
     assert dist.get_rank(world.pipeline) == place.stage and dist.get_world_size(world.pipeline) == grid.stages
