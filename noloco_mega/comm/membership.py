@@ -1,0 +1,72 @@
+"""Which replicas take part, where are this rank's twins, and what do a replica's own ranks agree on?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from noloco_mega.comm.channel import Address
+from noloco_mega.plan import pairing, views
+
+if TYPE_CHECKING:
+    from noloco_mega.comm.exchange import Exchange
+    from noloco_mega.config import Noloco
+
+
+def agree(group: dist.ProcessGroup, device: torch.device, *flags: int) -> tuple[int, ...]:
+    """The elementwise minimum of each flag over the ranks of `group`: one all-reduce for all flags.
+
+    With 0/1 flags it is "all of us": my links were good, nobody asked to stop, all of us hold this partner's data.
+    Every rank must pass equally many flags; no flags cost nothing.
+    """
+    if not flags:
+        return ()
+    values = torch.tensor(flags, dtype=torch.int64, device=device)
+    dist.all_reduce(values, op=dist.ReduceOp.MIN, group=group)
+    return tuple(int(value) for value in values.tolist())
+
+
+@dataclass
+class Peers:
+    """One rank's view of the run around its replica.
+
+    All ranks of a replica must hold the same `view_log` when they take an outer step: the partners follow from it.
+    """
+
+    replica: int
+    """This rank's own replica."""
+    view_log: list[views.View]
+    """Which replicas are the run, from which inner step on."""
+    addresses: dict[int, Address]
+    """Where the rank that holds the same slice of the model listens, in each other replica."""
+    exchange: Exchange
+    """How buffers are swapped with those twins."""
+    group: dist.ProcessGroup
+    """All ranks of this replica."""
+    device: torch.device
+    """Where tensors of `group`'s collectives live."""
+
+    def members(self, outer_step: int, settings: Noloco) -> tuple[int, ...]:
+        """The replicas of the view that was in force when outer step `outer_step`'s inner phase began."""
+        return views.at(self.view_log, outer_step * settings.inner_steps).members
+
+    def partners(self, outer_step: int, settings: Noloco) -> tuple[int, ...]:
+        """Who averages with this replica at an outer step, ascending; nobody while it is outside the view."""
+        members = self.members(outer_step, settings)
+        if self.replica not in members:
+            return ()
+        return pairing.partners(settings.seed, outer_step, members, settings.group_size, self.replica)
+
+    def agree(self, *flags: int) -> tuple[int, ...]:
+        """`agree` over this replica's ranks."""
+        return agree(self.group, self.device, *flags)
+
+    def total(self, values: Sequence[float]) -> list[float]:
+        """The elementwise sum of `values` over this replica's ranks, in float64."""
+        summed = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(summed, group=self.group)
+        return summed.tolist()

@@ -1,0 +1,66 @@
+"""What is an outer optimizer? What follows the last inner step of a phase, in two halves: launch, then apply."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from noloco_mega.comm.membership import Peers
+    from noloco_mega.config import Noloco
+    from noloco_mega.engine.weights import Masters
+
+
+@dataclass(frozen=True, kw_only=True)
+class OuterReport:
+    """What one outer step did, as this rank saw it; `received` and `spread` are equal on all ranks of a replica."""
+
+    outer_step: int
+    asked: tuple[int, ...] = ()
+    """The partners that the plan named, ascending."""
+    received: tuple[int, ...] = ()
+    """The partners whose data every rank of this replica holds whole; the group was these and the replica itself."""
+    missed: Mapping[int, str] = field(default_factory=dict)
+    """The other partners, each with the reason."""
+    unacknowledged: tuple[int, ...] = ()
+    """Received partners that did not confirm to this rank that they have its data: they may have stepped without it."""
+    exchange_seconds: float = 0.0
+    """From launch until the last partner answered or was given up."""
+    sent_bytes: int = 0
+    """Payload that this rank wrote to its partners, unfinished exchanges included."""
+    received_bytes: int = 0
+    """Payload that this rank read from its partners, unfinished exchanges included."""
+    spread: float | None = None
+    """‖c_i − c_j‖ / ‖c_i‖ of the exchanged tensors c over the whole replica, the mean over received partners j;
+    None where nobody was received, or c is all zeros. A parameter that each of the T tensor ranks holds whole counts T
+    times."""
+
+
+class OuterOptimizer(Protocol):
+    """Moves the masters between inner phases. Between `launch` and `apply` nobody else may touch the masters."""
+
+    settings: Noloco
+
+    def __init__(self, masters: Masters, settings: Noloco, peers: Peers) -> None: ...
+
+    def due(self, step: int) -> bool:
+        """Whether an outer step follows once `step` inner steps have been taken."""
+        return step > 0 and step % self.settings.inner_steps == 0
+
+    def launch(self, outer_step: int) -> None:
+        """Begin outer step `outer_step` (counted from 0): whatever can travel starts to."""
+        ...
+
+    def apply(self) -> OuterReport:
+        """Finish what `launch` began; the next inner step starts from what it leaves in the model. Collective over the
+        replica, and bounded by settings.exchange_deadline_seconds whatever the partners do."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's part of the optimizer's state: tensors are the live ones, flat as the masters are."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over a state of the same shapes. Raises ValueError if it belongs to another layout."""
+        ...
