@@ -1,0 +1,40 @@
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PYTEST := $(BIN)/python -m pytest
+
+.PHONY: demo demo-short test test-unit lint install clean-demo help
+
+help:
+	@echo "make demo       train a small model with NoLoCo on this machine, 4 replicas of 2 stages"
+	@echo "make test       linters, type checker, unit, multi-process and end-to-end tests (under 8 minutes on 2 cores)"
+	@echo "make test-unit  the tests that start no other process"
+	@echo "make install    the virtual environment alone"
+
+install: $(VENV)/.installed
+
+$(VENV)/.installed: requirements.txt pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	touch $@
+
+demo: install
+	$(BIN)/python tools/demo.py
+
+clean-demo:
+	rm -rf runs/demo runs/demo_short
+
+demo-short: install
+	$(BIN)/python tools/demo.py --short --check
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test-unit: install
+	$(PYTEST) tests/unit
+
+test: lint
+	$(PYTEST) --durations=20 tests/unit tests/dist tests/e2e

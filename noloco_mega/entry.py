@@ -1,0 +1,55 @@
+"""How does every command begin and end? The arguments that name a config, and errors told to the user."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+
+from noloco_mega import config, launcher
+from noloco_mega.grid import Place
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> None:
+    """--config (or --deepspeed_config), --set and the launchers' --local_rank."""
+    parser.add_argument(
+        "--config", "--deepspeed_config", dest="config", required=True, metavar="FILE", help="the run's JSON file"
+    )
+    parser.add_argument(
+        "--set",
+        dest="overrides",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="override one key, dotted: --set noloco.inner_steps=20 (repeatable)",
+    )
+    # Some launchers hand it to every process; the rank variables say the same.
+    parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
+
+
+def rank_of_run(arguments: argparse.Namespace) -> tuple[config.Config, launcher.Launch, Place]:
+    """The config, the launch and this process's place in it. Raises ConfigError or LaunchError."""
+    loaded = load_config(arguments)
+    launch = launcher.read()
+    return loaded, launch, launcher.place(launch, loaded.topology.grid())
+
+
+def load_config(arguments: argparse.Namespace) -> config.Config:
+    """The config that the arguments name. Raises ConfigError."""
+    return config.load(arguments.config, arguments.overrides)
+
+
+def guarded(command: Callable[[argparse.Namespace], None], arguments: argparse.Namespace) -> int:
+    """Run a command; its exit status. What a user can mend (ValueError, OSError) is printed without a traceback.
+
+    NOLOCO_TRACEBACK=1 shows the traceback all the same.
+    """
+    try:
+        command(arguments)
+    except (ValueError, OSError) as error:
+        if os.environ.get("NOLOCO_TRACEBACK"):
+            raise
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return 2
+    return 0

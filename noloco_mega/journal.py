@@ -1,0 +1,145 @@
+"""What is measured of a run, and when? One replica's rows, put together from all its ranks.
+
+    step, replica              inner steps done, and whose row it is
+    loss                       mean over the replica's microbatches since its last row (nats per token)
+    lr, grad_norm              of the last inner step; the norm is the whole replica's, before clipping
+    tokens, tokens_per_second  this replica's own, since the start and since its last row
+    outer_step, partner        outer steps done, and with whom the last one was meant to be
+    exchange_seconds           from launch until the last partner answered or was given up, on the rank that writes
+    exchange_bytes             payload that the replica's ranks sent in that outer step, counted at the sockets
+    missed, missed_reason      partners whose data did not arrive whole
+    spread                     ‖c_i − c_j‖ / ‖c_i‖ of the exchange
+    val_loss                   at evaluations: nats per token on the validation samples, along identity routes
+
+Beside them probe.jsonl holds, for each outer step, a few of the replica's weights right before and right after it, from
+which the spread of all replicas follows.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from noloco_mega.comm.membership import Peers
+from noloco_mega.config import Config
+from noloco_mega.grid import Place
+from noloco_mega.metrics import JsonLines, ProgressLine, TensorBoard, Tracker, Trackers, write_json
+from noloco_mega.outer.hook import Hook
+from noloco_mega.pipeline import StepLoss
+
+
+class Journal:
+    """The record of one rank. Every rank of a replica calls it alike, since its sums are collective over the replica;
+    one of them (the last stage's first, which has the loss) writes."""
+
+    def __init__(self, config: Config, place: Place) -> None:
+        """Raises FileExistsError, before anything is started or written, if the run's folder holds one already."""
+        grid = config.topology.grid()
+        self.folder = config.output
+        self.replica_folder = replica_folder(config.output, place.replica)
+        self._config, self._place = config, place
+        self._tokens_per_step = config.replica_batch_size * config.model.seq_length
+        self._leads = grid.replica_rank(place) == 0
+        if self._leads and self.replica_folder.exists() and any(self.replica_folder.iterdir()):
+            raise FileExistsError(
+                f"{self.replica_folder} holds an earlier run, which would be overwritten: choose another run.name "
+                f"(--set run.name=NAME) or move the folder away"
+            )
+        self._writes = place.stage == grid.stages - 1 and place.data == place.tensor == 0
+        self._trackers = Trackers()
+        self._probes = Trackers()
+        self._losses: list[StepLoss] = []
+        self._since = time.monotonic()
+        self._logged_step = 0
+
+    def begin(self, start: int) -> None:
+        """Open the files: by now the run has met, so that one which could not start leaves nothing behind."""
+        if self._leads or self._writes:
+            self.replica_folder.mkdir(parents=True, exist_ok=True)
+        if self._leads and self._place.replica == 0:
+            write_json(self.folder / "config.json", self._config.to_json())
+        if self._writes:
+            trackers: list[Tracker] = [JsonLines(self.folder / "metrics.jsonl")]
+            if self._config.run.tensorboard:
+                trackers.append(TensorBoard(self.replica_folder))
+            if self._place.replica == 0:
+                trackers.append(ProgressLine(self._config.run.steps, start, self._config.topology.replicas))
+            self._trackers = Trackers(trackers)
+            self._probes = Trackers([JsonLines(self.replica_folder / "probe.jsonl")])
+        self._since, self._logged_step = time.monotonic(), start
+
+    def stepped(self, step: int, lr: float, grad_norm: float, loss: StepLoss | None, outer: Hook, peers: Peers) -> None:
+        """Inner step number `step` is done, the outer step that may follow it included."""
+        if loss is not None:
+            self._losses.append(loss)
+        exchanged = outer.optimizer.due(step) and outer.last_report is not None
+        if not (step % self._config.run.log_every == 0 or exchanged or step == self._config.run.steps):
+            return
+        now = time.monotonic()
+        steps, seconds = step - self._logged_step, now - self._since
+        sent = outer.last_report.sent_bytes if exchanged and outer.last_report else 0
+        total, count, exchange_bytes = peers.total([*_sum_and_count(self._losses), sent])
+        row: dict[str, Any] = {
+            "loss": total / count,
+            "lr": lr,
+            "grad_norm": grad_norm,
+            "tokens": step * self._tokens_per_step,
+            "tokens_per_second": steps * self._tokens_per_step / seconds,
+        }
+        if exchanged:
+            row |= self._exchange(outer, int(exchange_bytes))
+            self._log_probe(outer)
+        self._log(step, row)
+        self._losses.clear()
+        self._since, self._logged_step = now, step
+
+    def evaluate(self, step: int, evaluation: Callable[[], StepLoss], peers: Peers) -> None:
+        """Run an evaluation after inner step `step`."""
+        began = time.monotonic()
+        total, count = peers.total(_sum_and_count([evaluation()]))
+        self._log(step, {"val_loss": total / count})
+        self._since += time.monotonic() - began  # an evaluation's time is not training time
+
+    def warn(self, text: str) -> None:
+        """Tell the user of something that went wrong and was dealt with."""
+        print(f"replica {self._place.replica}, stage {self._place.stage}: {text}", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        self._trackers.close()
+        self._probes.close()
+
+    def _log_probe(self, outer: Hook) -> None:
+        assert outer.last_probe is not None
+        before, after = (probe.tolist() for probe in outer.last_probe)
+        self._probes.log({"outer_step": outer.outer_step, "before": before, "after": after})
+
+    def _exchange(self, outer: Hook, sent_bytes: int) -> dict[str, Any]:
+        report = outer.last_report
+        assert report is not None
+        partner: Any = list(report.asked)
+        if self._config.noloco.group_size == 2:
+            partner = report.asked[0] if report.asked else None
+        return {
+            "outer_step": outer.outer_step,
+            "partner": partner,
+            "exchange_seconds": report.exchange_seconds,
+            "exchange_bytes": sent_bytes,
+            "missed": len(report.missed),
+            "missed_reason": "; ".join(f"{who}: {why}" for who, why in report.missed.items()) or None,
+            "spread": report.spread,
+        }
+
+    def _log(self, step: int, row: dict[str, Any]) -> None:
+        self._trackers.log({"step": step, "replica": self._place.replica, **row})
+
+
+def _sum_and_count(losses: list[StepLoss]) -> tuple[float, float]:
+    """What, summed over a replica's ranks, gives the mean. The last stage's T ranks hold the same, which cancels."""
+    return sum(float(loss.total) for loss in losses), sum(loss.microbatches for loss in losses)
+
+
+def replica_folder(output: Path, replica: int) -> Path:
+    return output / f"replica_{replica:02d}"

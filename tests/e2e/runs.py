@@ -1,0 +1,63 @@
+"""Run all ranks of a config as a launcher would, one launch per replica, in processes of the preloaded forkserver."""
+
+from __future__ import annotations
+
+import os
+from contextlib import contextmanager
+from pathlib import Path
+
+from noloco_mega import config as configs
+from noloco_mega import launcher
+from noloco_mega.comm.rendezvous import RendezvousServer
+from noloco_mega.metrics import read_rows
+from tests.harness import Ranks
+
+SECRET = "a secret for these tests only"
+
+
+def train_rank(place, directory, raw, address):
+    """What one launched process does; the worker of a test."""
+    config = configs.parse(raw)
+    grid = config.topology.grid()
+    os.environ.update(
+        RANK=str(grid.replica_rank(place)),
+        WORLD_SIZE=str(grid.replica_size),
+        LOCAL_RANK=str(grid.replica_rank(place)),
+        NOLOCO_REPLICA=str(place.replica),
+        NOLOCO_RENDEZVOUS=address,
+        NOLOCO_SECRET=SECRET,
+    )
+    from noloco_mega.train import train
+
+    launch = launcher.read()
+    assert launcher.place(launch, grid) == place
+    train(config, launch, place)
+    return os.getpid()
+
+
+@contextmanager
+def launched(raw, directory: Path):
+    """The running ranks of a config, in rank order, and what they are called by."""
+    server = RendezvousServer(SECRET.encode())
+    places = list(configs.parse(raw).topology.grid().places())
+    ranks = Ranks(train_rank, places, directory, (raw, "{}:{}".format(*server.address)))
+    try:
+        yield ranks
+    finally:
+        ranks.stop()
+        server.close()
+
+
+def run(raw, directory: Path, limit_seconds: float = 120):
+    """Run a config to its end; its rows."""
+    with launched(raw, directory) as ranks:
+        ranks.wait(limit_seconds)
+    return rows_of(raw)
+
+
+def rows_of(raw):
+    return read_rows(configs.parse(raw).output / "metrics.jsonl")
+
+
+def values(rows, key, replica=None):
+    return [row[key] for row in rows if key in row and (replica is None or row["replica"] == replica)]

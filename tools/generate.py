@@ -1,0 +1,93 @@
+"""Text from a finished run: continue a prompt with one replica's weights, or with the mean of several.
+
+python tools/generate.py runs/NAME/replica_00/weights [MORE ...] --prompt "def main(" [--tokens 100]
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from noloco_mega import config as configs
+from noloco_mega.checkpoint import Weights, mean_tensor
+from noloco_mega.data.tokenizer import Tokenizer
+from noloco_mega.entry import guarded
+from noloco_mega.model.whole import whole_model
+
+if TYPE_CHECKING:
+    from megatron.core.models.gpt import GPTModel
+
+
+@torch.no_grad()
+def continue_text(
+    model: GPTModel,
+    tokenizer: Tokenizer,
+    prompt: str,
+    *,
+    tokens: int,
+    context: int,
+    temperature: float,
+    top_p: float,
+    seed: int,
+) -> str:
+    """`prompt` and up to `tokens` more tokens, sampled; stops early at the end of the text.
+
+    Each token is drawn from the smallest set of tokens that holds `top_p` of the probability; temperature 0 takes the
+    likeliest. The model sees the last `context` tokens.
+    """
+    device = next(model.parameters()).device
+    generator = torch.Generator().manual_seed(seed)
+    ids = tokenizer.encode(prompt).tolist() or [tokenizer.eod]
+    for _ in range(tokens):
+        window = torch.tensor([ids[-context:]], device=device)
+        logits = model(window, None, None)[0, -1].float().cpu()
+        if temperature == 0:
+            chosen = int(logits.argmax())
+        else:
+            probabilities, order = (logits / temperature).softmax(-1).sort(descending=True)
+            outside = probabilities.cumsum(-1) - probabilities >= top_p
+            chosen = int(order[torch.multinomial(probabilities.masked_fill(outside, 0), 1, generator=generator)])
+        if chosen == tokenizer.eod:
+            break
+        ids.append(chosen)
+    return tokenizer.decode(ids)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    if arguments.temperature < 0 or not 0 < arguments.top_p <= 1:
+        raise ValueError("--temperature must be at least 0, --top-p in (0, 1]")
+    replicas = [Weights(folder) for folder in arguments.weights]
+    config = configs.parse(replicas[0].manifest["config"])
+    tokenizer = Tokenizer(arguments.tokenizer or config.data.tokenizer)
+    with whole_model(config.model, lambda name: mean_tensor(replicas, name)) as model:
+        for prompt in arguments.prompt:
+            text = continue_text(
+                model,
+                tokenizer,
+                prompt,
+                tokens=arguments.tokens,
+                context=config.model.seq_length,
+                temperature=arguments.temperature,
+                top_p=arguments.top_p,
+                seed=arguments.seed,
+            )
+            print(text, end="\n\n")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("weights", type=Path, nargs="+", help="folders of weights; several are averaged")
+    parser.add_argument("--prompt", action="append", required=True, help="text to continue (repeatable)")
+    parser.add_argument("--tokens", type=int, default=100, help="tokens to add at most (default: %(default)s)")
+    parser.add_argument("--temperature", type=float, default=0.8, help="default: %(default)s; 0: the likeliest")
+    parser.add_argument("--top-p", type=float, default=0.95, help="default: %(default)s")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--tokenizer", metavar="FILE", help="default: the run's own")
+    return guarded(run, parser.parse_args())
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
