@@ -11,7 +11,14 @@ if [ $# -lt 1 ] || [ "${1#-}" != "$1" ]; then
 fi
 config=$1
 shift
-python=${PYTHON:-python3}
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+if [ -n "${PYTHON:-}" ]; then
+  python=$PYTHON
+elif [ -x "$here/.venv/bin/python" ]; then
+  python=$here/.venv/bin/python
+else
+  python=python3
+fi
 
 sizes=$("$python" -m noloco_mega sizes --config "$config" "$@")
 read -r replicas ranks <<<"$sizes"
@@ -50,7 +57,9 @@ stop() {
   for launch in "${launches[@]}"; do
     if [ "$asked" -eq 1 ]; then
       # One rank of each replica is enough: they agree on a step.
-      kill -TERM "$(ps -o pid= --ppid "$launch" | head -n 1)" 2>/dev/null || true
+      local rank=
+      read -r rank _ 2>/dev/null <"/proc/$launch/task/$launch/children" || true
+      [ -z "$rank" ] || kill -TERM "$rank" 2>/dev/null || true
     else
       kill -TERM "$launch" 2>/dev/null || true
     fi

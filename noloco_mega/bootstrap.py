@@ -25,7 +25,7 @@ from noloco_mega.comm import groups
 from noloco_mega.comm.channel import Listener
 from noloco_mega.comm.control import NEVER, StopAgreement
 from noloco_mega.comm.exchange import Exchange
-from noloco_mega.comm.links import open_links
+from noloco_mega.comm.links import LinkBroken, Links, open_links
 from noloco_mega.comm.membership import Peers
 from noloco_mega.comm.rendezvous import RendezvousClient, RendezvousServer
 from noloco_mega.comm.routed_p2p import Circuit, local_circuit, site_circuit
@@ -61,17 +61,38 @@ class Connection:
         store = self._store("store", place.replica, serves=self._leads)
         # A rank may enter a collective while a sibling still waits for a link: that wait must end first.
         self.world = groups.start_replica(self._grid, place, device, store, 2 * timeout)
+        self._refuse_other_settings()
         column = f"links {place.data} {place.tensor}"
-        local = open_links(
-            device, dist.PrefixStore(column, store), place.stage, self._grid.stages, timeout, launch.host
-        )
-        self.local = self.circuit = local_circuit(local)
+        # Each link group forms on a store of its own, never on the world's: see comm/links.py.
+        local_store = self._store(f"local {column}", place.replica, serves=place.stage == 0)
+        self.local = self.circuit = local_circuit(self._links(local_store, place.stage, self._grid.stages, timeout))
         site = config.topology.site_of(place.replica)
         if config.noloco.routing == "random" and len(site) > 1 and self._grid.stages > 1:
-            links_store = self._store(column, site[0], serves=place.replica == site[0] and place.stage == 0)
+            site_store = self._store(column, site[0], serves=place.replica == site[0] and place.stage == 0)
             rank = site.index(place.replica) * self._grid.stages + place.stage
-            links = open_links(device, links_store, rank, len(site) * self._grid.stages, timeout, launch.host)
+            links = self._links(site_store, rank, len(site) * self._grid.stages, timeout)
             self.circuit = site_circuit(RandomRoutes(config.noloco.seed, site), links, site, self._grid.stages)
+
+    def _links(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> Links:
+        try:
+            return open_links(self.world.device, store, rank, size, timeout, self._host)
+        except LinkBroken as error:
+            raise ConnectionError(str(error)) from error
+
+    def _refuse_other_settings(self) -> None:
+        """Raise ValueError on a rank whose config differs from its replica's leader's in anything but `data` paths.
+
+        Ranks of one replica must agree even on when to log: their sums are collective.
+        """
+        settings = self._config.to_json() | {"data": None}
+        mine = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+        if self._leads:
+            self.world.store.set("noloco_mega/config", mine)
+        if self.world.store.get("noloco_mega/config").decode() != mine:
+            raise ValueError(
+                f"the ranks of replica {self._place.replica} were started with different configurations: give all of "
+                "them the same file and the same --set"
+            )
 
     def meet(self, theta0: str, data: str, view_log: list[View]) -> Peers:
         """Learn the addresses of this rank's twins and compare what must be equal.

@@ -139,7 +139,8 @@ class Noloco:
     seed: NonNegative = 0
     """Seed of routes and pairs."""
     heartbeat_seconds: PositiveSeconds = 5.0
-    """Interval of the control thread's signs of life."""
+    """Interval of signs of life between replicas. Nothing sends them yet: only its order against the next two is
+    checked."""
     exchange_deadline_seconds: PositiveSeconds = 60.0
     """How long an outer step waits for a partner's data before it goes on without."""
     link_timeout_seconds: PositiveSeconds = 300.0
@@ -199,12 +200,21 @@ class Config:
         return self.micro_batch_size * self.microbatches * self.topology.data
 
     @property
+    def replica_step_tokens(self) -> int:
+        """Tokens that one replica consumes per inner step: B·M·D·S."""
+        return self.replica_batch_size * self.model.seq_length
+
+    @property
     def bf16(self) -> bool:
         return bool(self.deepspeed.get("bf16", {}).get("enabled", False))
 
     @property
     def output(self) -> Path:
         return Path(self.run.directory) / self.run.name
+
+    def replica_folder(self, replica: int) -> Path:
+        """Where one replica writes what is its own."""
+        return self.output / f"replica_{replica:02d}"
 
     def to_json(self) -> dict[str, Any]:
         """The file that would load as this config, defaults written out."""

@@ -52,4 +52,6 @@ def guarded(command: Callable[[argparse.Namespace], None], arguments: argparse.N
             raise
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 2
+    except KeyboardInterrupt:
+        return 130
     return 0

@@ -9,8 +9,10 @@
     exchange_bytes             payload that the replica's ranks sent in that outer step, counted at the sockets
     missed, missed_reason      partners whose data did not arrive whole
     spread                     ‖c_i − c_j‖ / ‖c_i‖ of the exchange
+    unacknowledged             partners whose data arrived but who did not confirm that they have ours
     val_loss                   at evaluations: nats per token on the validation samples, along identity routes
 
+Every row has every column; null where the step had no such thing.
 Beside them probe.jsonl holds, for each outer step, a few of the replica's weights right before and right after it, from
 which the spread of all replicas follows.
 """
@@ -20,7 +22,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from noloco_mega.comm.membership import Peers
@@ -29,6 +30,11 @@ from noloco_mega.grid import Place
 from noloco_mega.metrics import JsonLines, ProgressLine, TensorBoard, Tracker, Trackers, write_json
 from noloco_mega.outer.hook import Hook
 from noloco_mega.pipeline import StepLoss
+
+COLUMNS = (
+    *("step", "replica", "loss", "lr", "grad_norm", "tokens", "tokens_per_second", "outer_step", "partner"),
+    *("exchange_seconds", "exchange_bytes", "missed", "missed_reason", "unacknowledged", "spread", "val_loss"),
+)
 
 
 class Journal:
@@ -39,9 +45,8 @@ class Journal:
         """Raises FileExistsError, before anything is started or written, if the run's folder holds one already."""
         grid = config.topology.grid()
         self.folder = config.output
-        self.replica_folder = replica_folder(config.output, place.replica)
+        self.replica_folder = config.replica_folder(place.replica)
         self._config, self._place = config, place
-        self._tokens_per_step = config.replica_batch_size * config.model.seq_length
         self._leads = grid.replica_rank(place) == 0
         if self._leads and self.replica_folder.exists() and any(self.replica_folder.iterdir()):
             raise FileExistsError(
@@ -52,10 +57,12 @@ class Journal:
         self._trackers = Trackers()
         self._probes = Trackers()
         self._losses: list[StepLoss] = []
+        self._val_loss: float | None = None
+        self._missed: set[int] = set()
         self._since = time.monotonic()
         self._logged_step = 0
 
-    def begin(self, start: int) -> None:
+    def begin(self) -> None:
         """Open the files: by now the run has met, so that one which could not start leaves nothing behind."""
         if self._leads or self._writes:
             self.replica_folder.mkdir(parents=True, exist_ok=True)
@@ -66,17 +73,38 @@ class Journal:
             if self._config.run.tensorboard:
                 trackers.append(TensorBoard(self.replica_folder))
             if self._place.replica == 0:
-                trackers.append(ProgressLine(self._config.run.steps, start, self._config.topology.replicas))
+                trackers.append(ProgressLine(self._config.run.steps, self._config.topology.replicas))
             self._trackers = Trackers(trackers)
             self._probes = Trackers([JsonLines(self.replica_folder / "probe.jsonl")])
-        self._since, self._logged_step = time.monotonic(), start
+        self._since = time.monotonic()
 
-    def stepped(self, step: int, lr: float, grad_norm: float, loss: StepLoss | None, outer: Hook, peers: Peers) -> None:
-        """Inner step number `step` is done, the outer step that may follow it included."""
+    def evaluate(self, evaluation: Callable[[], StepLoss], peers: Peers) -> None:
+        """Run an evaluation; its loss goes into the row that comes next."""
+        began = time.monotonic()
+        total, count = peers.total(_sum_and_count([evaluation()]))
+        self._val_loss = total / count
+        self._since += time.monotonic() - began  # an evaluation's time is not training time
+
+    def started(self) -> None:
+        """The row of a run's start, before its first inner step."""
+        self._log(0, {})
+
+    def stepped(
+        self,
+        step: int,
+        lr: float,
+        grad_norm: float,
+        loss: StepLoss | None,
+        outer: Hook,
+        peers: Peers,
+        *,
+        last: bool,
+    ) -> None:
+        """Inner step number `step` is done, with the outer step and the evaluation that may follow it."""
         if loss is not None:
             self._losses.append(loss)
         exchanged = outer.optimizer.due(step) and outer.last_report is not None
-        if not (step % self._config.run.log_every == 0 or exchanged or step == self._config.run.steps):
+        if not (step % self._config.run.log_every == 0 or exchanged or last or self._val_loss is not None):
             return
         now = time.monotonic()
         steps, seconds = step - self._logged_step, now - self._since
@@ -86,8 +114,8 @@ class Journal:
             "loss": total / count,
             "lr": lr,
             "grad_norm": grad_norm,
-            "tokens": step * self._tokens_per_step,
-            "tokens_per_second": steps * self._tokens_per_step / seconds,
+            "tokens": step * self._config.replica_step_tokens,
+            "tokens_per_second": steps * self._config.replica_step_tokens / seconds,
         }
         if exchanged:
             row |= self._exchange(outer, int(exchange_bytes))
@@ -95,13 +123,6 @@ class Journal:
         self._log(step, row)
         self._losses.clear()
         self._since, self._logged_step = now, step
-
-    def evaluate(self, step: int, evaluation: Callable[[], StepLoss], peers: Peers) -> None:
-        """Run an evaluation after inner step `step`."""
-        began = time.monotonic()
-        total, count = peers.total(_sum_and_count([evaluation()]))
-        self._log(step, {"val_loss": total / count})
-        self._since += time.monotonic() - began  # an evaluation's time is not training time
 
     def warn(self, text: str) -> None:
         """Tell the user of something that went wrong and was dealt with."""
@@ -119,6 +140,10 @@ class Journal:
     def _exchange(self, outer: Hook, sent_bytes: int) -> dict[str, Any]:
         report = outer.last_report
         assert report is not None
+        for absent in report.missed.keys() - self._missed:
+            if self._writes:
+                self.warn(f"outer step {outer.outer_step} without replica {absent}: {report.missed[absent]}")
+        self._missed = (self._missed | report.missed.keys()) - set(report.received)
         partner: Any = list(report.asked)
         if self._config.noloco.group_size == 2:
             partner = report.asked[0] if report.asked else None
@@ -129,17 +154,16 @@ class Journal:
             "exchange_bytes": sent_bytes,
             "missed": len(report.missed),
             "missed_reason": "; ".join(f"{who}: {why}" for who, why in report.missed.items()) or None,
+            "unacknowledged": len(report.unacknowledged),
             "spread": report.spread,
         }
 
     def _log(self, step: int, row: dict[str, Any]) -> None:
-        self._trackers.log({"step": step, "replica": self._place.replica, **row})
+        whole = {"step": step, "replica": self._place.replica, **row, "val_loss": self._val_loss}
+        self._trackers.log(dict.fromkeys(COLUMNS) | whole)
+        self._val_loss = None
 
 
 def _sum_and_count(losses: list[StepLoss]) -> tuple[float, float]:
     """What, summed over a replica's ranks, gives the mean. The last stage's T ranks hold the same, which cancels."""
     return sum(float(loss.total) for loss in losses), sum(loss.microbatches for loss in losses)
-
-
-def replica_folder(output: Path, replica: int) -> Path:
-    return output / f"replica_{replica:02d}"

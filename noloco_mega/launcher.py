@@ -45,9 +45,10 @@ class RankVariables:
 LAUNCHERS = (
     RankVariables("torchrun or deepspeed", "RANK", "WORLD_SIZE", "LOCAL_RANK"),
     RankVariables("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
-    RankVariables("MPICH", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
+    # Before MPICH: srun --mpi=pmi2 sets the variables of both, and its local rank only in its own.
     # A batch script has SLURM_PROCID too, though srun started nothing there; only a step has SLURM_STEP_ID.
     RankVariables("srun", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", inside="SLURM_STEP_ID"),
+    RankVariables("MPICH", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
 )
 
 
@@ -83,21 +84,24 @@ def read(environ: Mapping[str, str] = os.environ) -> Launch:
         )
     rank = _integer(environ, variables.rank)
     world_size = _integer(environ, variables.world_size)
-    local_rank = _integer(environ, variables.local_rank) if variables.local_rank in environ else rank
+    local_rank = _integer(environ, variables.local_rank)
     master = None
     if "MASTER_ADDR" in environ and "MASTER_PORT" in environ:
         master = (environ["MASTER_ADDR"], _integer(environ, "MASTER_PORT"))
     interface = environ.get("NOLOCO_IFNAME")
+    rendezvous = address(environ["NOLOCO_RENDEZVOUS"]) if "NOLOCO_RENDEZVOUS" in environ else None
+    host = _host(environ.get("NOLOCO_HOST"), interface)
+    _refuse_unreachable(host, rendezvous or master)
     return Launch(
         launcher=variables.launcher,
         rank=rank,
         world_size=world_size,
         local_rank=local_rank,
         replica=_integer(environ, "NOLOCO_REPLICA") if "NOLOCO_REPLICA" in environ else None,
-        rendezvous=address(environ["NOLOCO_RENDEZVOUS"]) if "NOLOCO_RENDEZVOUS" in environ else None,
+        rendezvous=rendezvous,
         master=master,
         agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        host=_host(environ.get("NOLOCO_HOST"), interface),
+        host=host,
         interface=interface,
     )
 
@@ -163,6 +167,23 @@ def _integer(environ: Mapping[str, str], name: str) -> int:
         raise LaunchError(f"the launcher set a rank but not {name}") from None
     except ValueError:
         raise LaunchError(f"{name} must be a number; it is {environ[name]!r}") from None
+
+
+def _refuse_unreachable(host: str, meeting: Address | None) -> None:
+    """Raise LaunchError for a rank that would listen on loopback while its run meets on another machine."""
+    if meeting is None or not host.startswith("127."):
+        return
+    here = {item.address for items in psutil.net_if_addrs().values() for item in items}
+    try:
+        there = {str(info[4][0]) for info in socket.getaddrinfo(meeting[0], meeting[1], type=socket.SOCK_STREAM)}
+    except OSError as error:
+        raise LaunchError(f"the name of the rendezvous, {meeting[0]}, can't be looked up: {error}") from error
+    if not any(found in here or found.startswith("127.") for found in there):
+        raise LaunchError(
+            f"the run meets at {meeting[0]}:{meeting[1]}, on another machine, but this rank would listen on {host}, "
+            "where no other machine reaches it: set NOLOCO_IFNAME to the network interface to use, or NOLOCO_HOST to "
+            "this machine's address"
+        )
 
 
 def _host(host: str | None, interface: str | None) -> str:

@@ -1,7 +1,6 @@
 """Where do measurements go? Rows into metrics.jsonl, TensorBoard events, one live progress line.
 
-A tracker takes rows: dictionaries with at least `step` and `replica`. Absent values are left out of a row, never
-written as zero.
+A tracker takes rows: dictionaries with at least `step` and `replica`. What a row has no value for is None, never zero.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class JsonLines:
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - lives as long as the run
 
     def log(self, row: Row) -> None:
-        line = json.dumps({key: _plain(value) for key, value in row.items() if value is not None}) + "\n"
+        line = json.dumps({key: _plain(value) for key, value in row.items()}) + "\n"
         fcntl.lockf(self._file, fcntl.LOCK_EX)
         try:
             self._file.write(line.encode())
@@ -73,11 +72,11 @@ class ProgressLine:
 
     PLAIN_SECONDS = 5.0
 
-    def __init__(self, steps: int, start: int, replicas: int) -> None:
+    def __init__(self, steps: int, replicas: int) -> None:
         self._console = Console()
         self._steps = steps
         self._replicas = replicas
-        self._began = (time.monotonic(), start)
+        self._began = time.monotonic()
         self._printed = -math.inf
         self._shown: dict[str, str] = {}
         self._live = Progress(
@@ -88,7 +87,7 @@ class ProgressLine:
             console=self._console,
             disable=not self._console.is_terminal,
         )
-        self._task = self._live.add_task("", total=steps, completed=start)
+        self._task = self._live.add_task("", total=steps)
         self._live.start()
 
     def log(self, row: Row) -> None:
@@ -96,7 +95,7 @@ class ProgressLine:
         for key, form in {"loss": "loss {:.4f}", "val_loss": "val_loss {:.4f}", "spread": "spread {:.4f}"}.items():
             if row.get(key) is not None:
                 self._shown[key] = form.format(row[key])
-        if "tokens_per_second" in row:
+        if row.get("tokens_per_second") is not None:
             self._shown["tokens_per_second"] = f"{row['tokens_per_second'] * self._replicas:,.0f} tokens/s"
         text = "  ".join(self._shown.values())
         self._live.update(self._task, completed=row["step"], description=text)
@@ -104,9 +103,7 @@ class ProgressLine:
         due = now - self._printed >= self.PLAIN_SECONDS or row["step"] == self._steps
         if not self._console.is_terminal and due:
             self._printed = now
-            began, start = self._began
-            done = max(row["step"] - start, 1)
-            left = (now - began) / done * (self._steps - row["step"])
+            left = (now - self._began) / max(row["step"], 1) * (self._steps - row["step"])
             # One write with its newline: launchers pass on pieces of lines as they come.
             self._console.file.write(f"step {row['step']}/{self._steps}  {text}  {left:,.0f} s left\n")
             self._console.file.flush()
@@ -138,7 +135,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
         if not line:
             continue
         try:
-            rows.append(json.loads(line))
+            rows.append({key: _number(value) for key, value in json.loads(line).items()})
         except json.JSONDecodeError:
             if number != len(lines) - 1:
                 raise ValueError(f"{path}, line {number + 1} is not JSON") from None
@@ -150,6 +147,11 @@ def write_json(path: Path, value: Any) -> None:
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     draft.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
     os.replace(draft, path)
+
+
+def _number(value: Any) -> Any:
+    """The inverse of `_plain`."""
+    return float(value) if isinstance(value, str) and value in ("nan", "inf", "-inf") else value
 
 
 def _plain(value: Any) -> Any:

@@ -49,10 +49,11 @@ def train(config: Config, launch: Launch, place: Place) -> None:
     pipeline = Pipeline(engine.module, config, run.world, loader)
     evaluate = functools.partial(pipeline.evaluate, run.local)
 
-    journal.begin(0)
-    journal.evaluate(0, evaluate, peers)
-    step, last_step = 0, config.run.steps
     with stop_requests() as requests:
+        journal.begin()
+        journal.evaluate(evaluate, peers)
+        journal.started()
+        step, last_step = 0, config.run.steps
         while step < last_step:
             # Inner step: M microbatches of every replica, each along its own route, then one step of AdamW.
             lr = engines.set_learning_rate(engine, step)
@@ -73,23 +74,23 @@ def train(config: Config, launch: Launch, place: Place) -> None:
             grad_norm = engines.apply(engine, run.world)
             step += 1
 
-            journal.stepped(step, lr, grad_norm, loss, outer, peers)
-            if config.run.eval_every and step % config.run.eval_every == 0 and step < last_step:
-                journal.evaluate(step, evaluate, peers)
             if not nobody_asked:
                 run.propose_stop(step)
             if stop_step <= step and peers.agree(run.confirm_stop(step))[0]:
                 last_step = step
+            if step == last_step or (config.run.eval_every and step % config.run.eval_every == 0):
+                journal.evaluate(evaluate, peers)
+            journal.stepped(step, lr, grad_norm, loss, outer, peers, last=step == last_step)
 
-    journal.evaluate(step, evaluate, peers)
-    checkpoint.save_weights(
-        journal.replica_folder / "weights",
-        dict(engine.module.named_parameters()),
-        parameters.parameter_slices(engine.module, run.world),
-        run.world,
-        {"step": step, "replica": place.replica, "config": config.to_json()},
-    )
+        checkpoint.save_weights(
+            journal.replica_folder / "weights",
+            dict(engine.module.named_parameters()),
+            parameters.parameter_slices(engine.module, run.world),
+            run.world,
+            {"step": step, "replica": place.replica, "config": config.to_json()},
+        )
     journal.close()
+    peers.exchange.close()
     run.close()
 
 

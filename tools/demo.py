@@ -30,7 +30,7 @@ SHORT = {"run.name": "demo_short", "run.steps": 160, "run.eval_every": 80, "sche
 PROMPTS = ("def __init__(self", "import ", "class ")
 
 
-def tool(*words: str | Path) -> None:
+def tool(*words: str | Path | float) -> None:
     """Run one of the project's programs with this interpreter. Raises CalledProcessError."""
     subprocess.run([sys.executable, *map(str, words)], check=True, cwd=ROOT)
 
@@ -72,31 +72,48 @@ def prepare(config: configs.Config) -> None:
 
 
 def finished(config: configs.Config) -> bool:
-    folders = [config.output / f"replica_{replica:02d}" for replica in range(config.topology.replicas)]
-    return all((ROOT / folder / "weights" / "manifest.json").exists() for folder in folders)
+    """Whether the run is there, from this very config, to its last step."""
+    for replica in range(config.topology.replicas):
+        manifest = ROOT / config.replica_folder(replica) / "weights" / "manifest.json"
+        if not manifest.exists():
+            return False
+        facts = json.loads(manifest.read_text())
+        if facts["step"] != config.run.steps or facts["config"] != config.to_json():
+            return False
+    return True
 
 
 def train(config: configs.Config, overrides: list[str]) -> None:
-    """Run launch/local.sh, unless the run is there already; an unfinished one is moved aside, not overwritten."""
+    """Run launch/local.sh, unless the run is there already; another or an unfinished one is moved aside."""
     folder = ROOT / config.output
     if finished(config):
-        print(f"{config.output} is there already; remove it to train again", flush=True)
+        print(f"{config.output} is there already; `make clean-demo` forgets it", flush=True)
         return
     if folder.exists():
-        number = next(n for n in range(1, 1000) if not folder.with_name(f"{folder.name}.unfinished-{n}").exists())
-        folder.rename(folder.with_name(f"{folder.name}.unfinished-{number}"))
+        aside = next(
+            path for n in range(1, 1000) if not (path := folder.with_name(f"{folder.name}.before-{n}")).exists()
+        )
+        folder.rename(aside)
+        print(f"another or unfinished run moved to {aside.relative_to(ROOT)}", flush=True)
     print(f"training: {config.topology.replicas} replicas of {config.topology.stages} stages", flush=True)
-    sets = [word for override in overrides for word in ("--set", override)]
-    subprocess.run(
-        ["launch/local.sh", CONFIG, *sets], check=True, cwd=ROOT, env={**os.environ, "PYTHON": sys.executable}
-    )
+    words = ["launch/local.sh", CONFIG, *(word for override in overrides for word in ("--set", override))]
+    with subprocess.Popen(words, cwd=ROOT, env={**os.environ, "PYTHON": sys.executable}) as launch:
+        while True:
+            try:
+                status = launch.wait()
+                break
+            except KeyboardInterrupt:
+                pass  # the terminal told launch/local.sh too: it stops the run, saves and cleans up
+    if status:
+        raise subprocess.CalledProcessError(status, words)
+    if not finished(config):
+        raise ValueError(f"the run was stopped before its last step; its weights are in {config.output}")
 
 
 def report(config: configs.Config) -> dict[str, Any]:
     """Print what the run did, and return the figures."""
     folder = ROOT / config.output
-    if not (folder / "evaluation.json").exists():
-        tool("tools/evaluate.py", config.output, "--json", folder / "evaluation.json")
+    tool("tools/evaluate.py", config.output, "--json", folder / "evaluation.json")
     tool("tools/plot.py", config.output, "--output", config.output / "curves.png")
     evaluation = json.loads((folder / "evaluation.json").read_text())
     rows = read_rows(folder / "metrics.jsonl")
@@ -104,12 +121,12 @@ def report(config: configs.Config) -> dict[str, Any]:
     print("\nvalidation loss, nats per token (first -> last)")
     last = {}
     for replica in range(config.topology.replicas):
-        losses = [row["val_loss"] for row in rows if row["replica"] == replica and "val_loss" in row]
+        losses = [row["val_loss"] for row in rows if row["replica"] == replica and row["val_loss"] is not None]
         last[replica] = losses[-1]
         print(f"  replica {replica}                 {losses[0]:.4f} -> {losses[-1]:.4f}")
-    first = next(row["val_loss"] for row in rows if "val_loss" in row)
+    first = rows[0]["val_loss"]
     print(f"  mean of their weights     {first:.4f} -> {evaluation['mean_of_weights']:.4f}")
-    outer = [row for row in rows if "exchange_bytes" in row]
+    outer = [row for row in rows if row["exchange_bytes"] is not None]
     before, after = spreads(folder)
     figures = {
         "worst_val_loss": max(last.values()),
@@ -170,7 +187,7 @@ def check(config: configs.Config, figures: dict[str, Any], parameters: int) -> N
 
 def count_parameters(config: configs.Config) -> int:
     """Parameters of one replica, from its manifest."""
-    manifest = json.loads((ROOT / config.output / "replica_00" / "weights" / "manifest.json").read_text())
+    manifest = json.loads((ROOT / config.replica_folder(0) / "weights" / "manifest.json").read_text())
     return sum(
         math.prod(stop - start for start, stop in local)
         for entry in manifest["tensors"]

@@ -11,6 +11,7 @@ import argparse
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -49,7 +50,7 @@ def run(arguments: argparse.Namespace) -> None:
     replicas = weights_of(arguments.run)
     config = configs.parse(replicas[0].manifest["config"])
     loader = open_loader(config, views.initial(1))
-    result = {
+    result: dict[str, Any] = {
         "replicas": {w.manifest["replica"]: loss_of(config, loader, w.tensor) for w in replicas},
         "mean_of_weights": loss_of(config, loader, lambda name: mean_tensor(replicas, name)),
         "spread": spread(replicas),

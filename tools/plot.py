@@ -20,7 +20,7 @@ from matplotlib import pyplot as plt
 
 def series(rows: list[dict[str, Any]], key: str, replica: int) -> tuple[list[int], list[float]]:
     """Steps and values of one replica's rows that have `key`."""
-    found = [(row["step"], row[key]) for row in rows if row["replica"] == replica and key in row]
+    found = [(row["step"], row[key]) for row in rows if row["replica"] == replica and row[key] is not None]
     return [step for step, _ in found], [value for _, value in found]
 
 

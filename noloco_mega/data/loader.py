@@ -62,11 +62,6 @@ class Loader:
         """The same for all replicas of a run: they read each other's samples by number."""
         return hashlib.sha256((self._train.digest() + self._valid.digest()).encode()).hexdigest()
 
-    @property
-    def tokens_per_step(self) -> int:
-        """Tokens that one replica consumes per inner step: B·M·D·S."""
-        return self._replica_batch * self._seq_length
-
     def train(self, step: int, microbatch: int, replica: int) -> Batch:
         """Microbatch `microbatch` of `replica` at inner step `step`."""
         return self._read_train(tuple(self._view_log), step, microbatch, replica)

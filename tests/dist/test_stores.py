@@ -17,7 +17,7 @@ def _keys(place, directory, raw, address):
 
     config = configs.parse(raw)
     os.environ.update(
-        RANK=str(place.stage), WORLD_SIZE="2", NOLOCO_REPLICA=str(place.replica), NOLOCO_RENDEZVOUS=address,
+        RANK=str(place.stage), WORLD_SIZE="2", LOCAL_RANK="0", NOLOCO_REPLICA=str(place.replica), NOLOCO_RENDEZVOUS=address,
         NOLOCO_SECRET=SECRET,
     )  # fmt: skip
     connection = Connection(config, launcher.read(), place)

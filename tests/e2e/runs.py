@@ -60,4 +60,5 @@ def rows_of(raw):
 
 
 def values(rows, key, replica=None):
-    return [row[key] for row in rows if key in row and (replica is None or row["replica"] == replica)]
+    """The column `key` of the rows that have a value there."""
+    return [row[key] for row in rows if row[key] is not None and (replica is None or row["replica"] == replica)]

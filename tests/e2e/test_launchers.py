@@ -104,8 +104,8 @@ def test_local_sh_stops_cleanly_when_it_is_told_to(config_file, tmp_path):
     "variables, message",
     [
         ({}, "no launcher started this process"),
-        ({"RANK": "0", "WORLD_SIZE": "1"}, "started 1 processes, but the topology"),
-        ({"RANK": "0", "WORLD_SIZE": "1", "NOLOCO_REPLICA": "0"}, "no rendezvous: start one"),
+        ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}, "started 1 processes, but the topology"),
+        ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "NOLOCO_REPLICA": "0"}, "no rendezvous: start one"),
     ],
 )
 def test_a_process_started_the_wrong_way_says_how_to(config_file, tmp_path, variables, message):

@@ -25,7 +25,7 @@ def wait_for_step(raw, step, ranks, limit_seconds=90):
     path = configs.parse(raw).output / "metrics.jsonl"
     deadline = time.monotonic() + limit_seconds
     while time.monotonic() < deadline:
-        if path.exists() and any(row["step"] >= step and "loss" in row for row in rows_of(raw)):
+        if path.exists() and any(row["step"] >= step and row["loss"] is not None for row in rows_of(raw)):
             return
         assert any(process.is_alive() for process in ranks.processes), "all ranks are gone"
         time.sleep(0.05)
@@ -41,19 +41,19 @@ def test_noloco_against_local_on_the_same_tokens(tiny, tmp_path):
 
     for replica in range(4):
         mine = [row for row in rows if row["replica"] == replica]
-        steps = [row["step"] for row in mine if "loss" in row]
+        steps = [row["step"] for row in mine if row["loss"] is not None]
         assert steps == list(range(1, 41))
-        assert [row["step"] for row in mine if "val_loss" in row] == [0, 20, 40]
-        outer = [row for row in mine if "outer_step" in row]
+        assert [row["step"] for row in mine if row["val_loss"] is not None] == [0, 20, 40]
+        outer = [row for row in mine if row["outer_step"] is not None]
         assert [row["outer_step"] for row in outer] == list(range(1, 11))
         assert all(row["partner"] != replica and row["missed"] == 0 for row in outer)
         for row in mine:
-            if "loss" in row:
+            if row["loss"] is not None:
                 assert row["tokens"] == row["step"] * 2 * 2 * 32 and row["tokens_per_second"] > 0
                 assert math.isfinite(row["grad_norm"]) and row["lr"] == 3e-3
     by_step = {}
     for row in rows:
-        if "partner" in row:
+        if row["partner"] is not None:
             by_step.setdefault(row["outer_step"], {})[row["replica"]] = row["partner"]
     assert all(pairs[pairs[replica]] == replica for pairs in by_step.values() for replica in range(4))
 
@@ -98,7 +98,7 @@ def test_one_signal_to_one_rank_ends_the_run_cleanly(tiny, tmp_path, routing, nu
     assert len(saved) == 4 and len(steps) == 1, f"the replicas stopped at {steps}"
     (step,) = steps
     assert 8 < step < 100_000
-    assert {row["step"] for row in rows_of(raw) if "val_loss" in row} == {0, step}
+    assert {row["step"] for row in rows_of(raw) if row["val_loss"] is not None} == {0, step}
 
 
 def test_a_suspended_replica_holds_nobody(tiny, tmp_path):
@@ -139,7 +139,7 @@ def test_a_killed_replica_ends_no_other(tiny, tmp_path):
         ranks.wait(150, expect_missing=frozenset({2, 3}))
     rows = rows_of(raw)
     for replica in (0, 2, 3):
-        steps = [row["step"] for row in rows if row["replica"] == replica and "loss" in row]
+        steps = [row["step"] for row in rows if row["replica"] == replica and row["loss"] is not None]
         assert steps == list(range(1, 41)), "every inner step was taken once"
     assert {w.manifest["replica"] for w in weights(raw)} == {0, 2, 3}
 
@@ -147,7 +147,7 @@ def test_a_killed_replica_ends_no_other(tiny, tmp_path):
 def test_routes_stay_inside_their_site(tiny, tmp_path):
     """Sites of replicas that are not neighbours in number; pairs are drawn over all of them."""
     rows = run(tiny(topology__sites=[[0, 2], [3, 1]], run__steps=30, noloco__inner_steps=2), tmp_path)
-    met = {(row["replica"], row["partner"]) for row in rows if "partner" in row}
+    met = {(row["replica"], row["partner"]) for row in rows if row["partner"] is not None}
     assert {(0, 1), (0, 2), (0, 3)} <= met
     assert values(rows, "val_loss", 1)[-1] < values(rows, "val_loss", 1)[0] - 0.3
 

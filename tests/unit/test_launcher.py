@@ -13,6 +13,10 @@ from noloco_mega.launcher import LaunchError
 GRID = Grid(replicas=4, stages=2)
 
 
+def torchrun(rank, world_size, **more):
+    return {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": "0", **more}
+
+
 @pytest.mark.parametrize(
     "environ, name",
     [
@@ -32,8 +36,15 @@ def test_every_launchers_variables(environ, name):
 
 
 def test_torchrun_inside_srun_means_torchrun():
-    environ = {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_STEP_ID": "0", "RANK": "3", "WORLD_SIZE": "8"}
-    assert launcher.read(environ).rank == 3
+    environ = {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_STEP_ID": "0", "SLURM_LOCALID": "0"}
+    assert launcher.read({**environ, **torchrun(3, 8)}).rank == 3
+
+
+def test_srun_with_pmi2_means_srun():
+    """Slurm's pmi2 plugin sets MPICH's variables too, but not its local rank."""
+    environ = {"SLURM_PROCID": "9", "SLURM_NTASKS": "16", "SLURM_STEP_ID": "0", "SLURM_LOCALID": "1"}
+    launch = launcher.read({**environ, "PMI_RANK": "9", "PMI_SIZE": "16"})
+    assert (launch.launcher, launch.rank, launch.local_rank) == ("srun", 9, 1)
 
 
 @pytest.mark.parametrize("environ", [{}, {"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}])
@@ -47,9 +58,13 @@ def test_no_launcher_is_refused(environ):
     "environ, message",
     [
         ({"RANK": "0"}, "WORLD_SIZE"),
-        ({"RANK": "x", "WORLD_SIZE": "8"}, "RANK must be a number"),
-        ({"RANK": "0", "WORLD_SIZE": "8", "NOLOCO_RENDEZVOUS": "host"}, "HOST:PORT"),
-        ({"RANK": "0", "WORLD_SIZE": "8", "NOLOCO_IFNAME": "no-such-if"}, "no such interface"),
+        ({"RANK": "0", "WORLD_SIZE": "8"}, "LOCAL_RANK"),
+        (torchrun("x", 8), "RANK must be a number"),
+        (torchrun(0, 8, NOLOCO_RENDEZVOUS="host"), "HOST:PORT"),
+        (torchrun(0, 8, NOLOCO_RENDEZVOUS="no-such-host.invalid:1"), "can't be looked up"),
+        (torchrun(0, 8, NOLOCO_IFNAME="no-such-if"), "no such interface"),
+        (torchrun(0, 8, NOLOCO_RENDEZVOUS="192.0.2.1:29400"), "set NOLOCO_IFNAME"),
+        (torchrun(0, 8, MASTER_ADDR="192.0.2.1", MASTER_PORT="29400"), "set NOLOCO_IFNAME"),
     ],
 )
 def test_variables_that_make_no_sense(environ, message):
@@ -60,10 +75,10 @@ def test_variables_that_make_no_sense(environ, message):
 @pytest.mark.parametrize(
     "environ, message",
     [
-        ({"RANK": "0", "WORLD_SIZE": "1"}, "started 1 processes, but the topology .* has 8 ranks"),
-        ({"RANK": "0", "WORLD_SIZE": "2"}, "set NOLOCO_REPLICA"),
-        ({"RANK": "0", "WORLD_SIZE": "8", "NOLOCO_REPLICA": "0"}, "one replica, of 2 ranks"),
-        ({"RANK": "0", "WORLD_SIZE": "2", "NOLOCO_REPLICA": "4"}, "replicas 0 to 3"),
+        (torchrun(0, 1), "started 1 processes, but the topology .* has 8 ranks"),
+        (torchrun(0, 2), "set NOLOCO_REPLICA"),
+        (torchrun(0, 8, NOLOCO_REPLICA="0"), "one replica, of 2 ranks"),
+        (torchrun(0, 2, NOLOCO_REPLICA="4"), "replicas 0 to 3"),
     ],
 )
 def test_a_world_that_does_not_match_the_topology(environ, message):
@@ -72,14 +87,15 @@ def test_a_world_that_does_not_match_the_topology(environ, message):
 
 
 def test_one_launch_per_replica():
-    launch = launcher.read({"RANK": "1", "WORLD_SIZE": "2", "NOLOCO_REPLICA": "3", "NOLOCO_RENDEZVOUS": "h:1"})
-    assert launcher.place(launch, GRID) == Place(3, 0, 1, 0) and launch.rendezvous == ("h", 1)
+    launch = launcher.read(torchrun(1, 2, NOLOCO_REPLICA="3", NOLOCO_RENDEZVOUS="127.0.0.1:1"))
+    assert launcher.place(launch, GRID) == Place(3, 0, 1, 0) and launch.rendezvous == ("127.0.0.1", 1)
 
 
 def test_interfaces_name_their_address():
-    assert launcher.read({"RANK": "0", "WORLD_SIZE": "1", "NOLOCO_IFNAME": "lo"}).host == "127.0.0.1"
-    assert launcher.read({"RANK": "0", "WORLD_SIZE": "1"}).host == launcher.LOOPBACK
-    assert launcher.read({"RANK": "0", "WORLD_SIZE": "1", "NOLOCO_HOST": "10.0.0.3"}).host == "10.0.0.3"
+    assert launcher.read(torchrun(0, 1, NOLOCO_IFNAME="lo")).host == "127.0.0.1"
+    assert launcher.read(torchrun(0, 1)).host == launcher.LOOPBACK
+    elsewhere = {"NOLOCO_RENDEZVOUS": "192.0.2.1:29400", "NOLOCO_HOST": "192.0.2.3"}
+    assert launcher.read(torchrun(0, 1, **elsewhere)).host == "192.0.2.3"
 
 
 def _secret(home):

@@ -25,7 +25,7 @@ def test_rows_of_several_writers_never_mix(tmp_path):
     for writer in writers:
         writer.join(60)
     rows = read_rows(path)
-    assert all(len(row["text"]) == 9000 and "nothing" not in row for row in rows)
+    assert all(len(row["text"]) == 9000 and row["nothing"] is None for row in rows)
     for replica in range(3):
         assert [row["step"] for row in rows if row["replica"] == replica] == list(range(200))
 
@@ -36,6 +36,8 @@ def test_not_a_number_stays_valid_json(tmp_path):
     tracker.log({"step": 1, "replica": 0, "loss": math.nan, "lr": math.inf})
     tracker.close()
     assert json.loads(path.read_text()) == {"step": 1, "replica": 0, "loss": "nan", "lr": "inf"}
+    (row,) = read_rows(path)
+    assert math.isnan(row["loss"]) and row["lr"] == math.inf and row["step"] == 1
 
 
 def test_a_cut_last_line_is_left_out_and_a_broken_one_is_named(tmp_path):
