@@ -1,58 +1,22 @@
 """Can this run work? Every cross-check between settings, made before any process group exists.
 
 Each check yields sentences that say what is wrong and what to change. `deepspeed_settings` is the JSON that
-deepspeed.initialize gets: the user's keys verbatim, plus the ones that the hand-off from the schedule needs.
+deepspeed.initialize gets: the user's settings as written, plus the ones that the hand-off from the schedule needs.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from noloco_mega import deepspeed_keys
+from noloco_mega.deepspeed_keys import object_at
 from noloco_mega.plan.stability import spectral_radius, stable_gamma_range
 
 if TYPE_CHECKING:
-    from noloco_mega.config import Config
-
-DEEPSPEED_KEYS = frozenset(
-    [
-        "train_batch_size",
-        "train_micro_batch_size_per_gpu",
-        "gradient_accumulation_steps",
-        "gradient_clipping",
-        "optimizer",
-        "scheduler",
-        "fp16",
-        "bf16",
-        "data_types",
-        "torch_autocast",
-        "zero_optimization",
-        "zero_allow_untested_optimizer",
-        "communication_data_type",
-        "prescale_gradients",
-        "gradient_predivide_factor",
-        "steps_per_print",
-        "wall_clock_breakdown",
-        "memory_breakdown",
-        "dump_state",
-        "disable_python_gc",
-        "activation_checkpointing",
-        "comms_logger",
-        "flops_profiler",
-        "tensorboard",
-        "wandb",
-        "csv_monitor",
-        "comet",
-        "checkpoint",
-        "timers",
-        "log_level",
-        "compile",
-        "aio",
-        "autotuning",
-    ]
-)
+    from noloco_mega.config import Config, Data, Model, Noloco, Run, Topology
 
 OUTER_OPTIMIZERS = ("local", "noloco")
 
@@ -65,10 +29,18 @@ BF16_SETTINGS = {
 }
 
 
-def problems(config: Config) -> list[str]:
-    """Every reason why this config cannot run; empty when it can."""
-    checks = (_batch, _model, _topology, _deepspeed, _outer, _deadlines, _name)
-    return [problem for check in checks for problem in check(config)]
+def problems(parts: Mapping[str, Any]) -> list[str]:
+    """Every reason why this config cannot run; empty when it can.
+
+    `parts` holds the blocks by name, those that could be parsed, and as "deepspeed" the file's other keys, of any JSON
+    value. A check whose blocks are not all there is left out.
+    """
+    return [
+        problem
+        for names, check in CHECKS
+        if all(name in parts for name in names)
+        for problem in check(*(parts[name] for name in names))
+    ]
 
 
 def batch_sizes(deepspeed: dict[str, Any], data: int) -> tuple[int, int]:
@@ -80,13 +52,13 @@ def batch_sizes(deepspeed: dict[str, Any], data: int) -> tuple[int, int]:
     total = deepspeed.get("train_batch_size")
     micro = deepspeed.get("train_micro_batch_size_per_gpu")
     steps = deepspeed.get("gradient_accumulation_steps")
-    for key, value in {
-        "train_batch_size": total,
-        "train_micro_batch_size_per_gpu": micro,
-        "gradient_accumulation_steps": steps,
-    }.items():
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise ValueError(f'"{key}" must be a positive integer (given: {value!r}); "auto" is not resolved here')
+    wrong = [
+        f'"{key}" must be a positive integer (given: {value!r}); "auto" is not resolved here'
+        for key, value in zip(deepspeed_keys.BATCH_SIZES, (total, micro, steps), strict=True)
+        if not deepspeed_keys.COUNT_OR_NULL.fits(value)
+    ]
+    if wrong:
+        raise ValueError("; ".join(wrong))
     if micro is None:
         if total is None:
             raise ValueError('give "train_micro_batch_size_per_gpu" (samples per microbatch), counted per replica')
@@ -102,8 +74,11 @@ def batch_sizes(deepspeed: dict[str, Any], data: int) -> tuple[int, int]:
 
 
 def deepspeed_settings(config: Config) -> dict[str, Any]:
-    """The JSON for deepspeed.initialize: the file's own keys, and where they are silent what the hand-off needs."""
-    settings: dict[str, Any] = copy.deepcopy(config.deepspeed)
+    """The JSON for deepspeed.initialize: the file's own keys, and where they are silent what the hand-off needs.
+
+    Features that are not supported, and that the file can therefore only turn off, are left out.
+    """
+    settings: dict[str, Any] = copy.deepcopy(deepspeed_keys.without_refused(config.deepspeed))
     settings.setdefault("steps_per_print", None)
     micro, steps = batch_sizes(config.deepspeed, config.topology.data)
     settings |= {"train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": steps}
@@ -117,15 +92,14 @@ def deepspeed_settings(config: Config) -> dict[str, Any]:
     return settings
 
 
-def _batch(config: Config) -> Iterator[str]:
+def _batch(deepspeed: dict[str, Any], topology: Topology) -> Iterator[str]:
     try:
-        batch_sizes(config.deepspeed, config.topology.data)
+        batch_sizes(deepspeed, topology.data)
     except ValueError as error:
         yield str(error)
 
 
-def _model(config: Config) -> Iterator[str]:
-    model, topology = config.model, config.topology
+def _model(model: Model, topology: Topology) -> Iterator[str]:
     if model.num_layers % topology.stages:
         yield (
             f"model.num_layers = {model.num_layers} cannot be cut into topology.stages = {topology.stages} equal "
@@ -162,69 +136,65 @@ def _model(config: Config) -> Iterator[str]:
         yield "model.tied_embeddings needs topology.stages = 1: the two uses would live on different stages"
 
 
-def _topology(config: Config) -> Iterator[str]:
-    topology = config.topology
+def _sequence(model: Model, topology: Topology) -> Iterator[str]:
     if topology.sequence_parallel and topology.tensor == 1:
         yield "topology.sequence_parallel splits the sequence over the tensor axis; it needs topology.tensor > 1"
-    if topology.sequence_parallel and config.model.seq_length % topology.tensor:
-        yield f"model.seq_length = {config.model.seq_length} is not a multiple of topology.tensor = {topology.tensor}"
+    if topology.sequence_parallel and model.seq_length % topology.tensor:
+        yield f"model.seq_length = {model.seq_length} is not a multiple of topology.tensor = {topology.tensor}"
+
+
+def _sites(topology: Topology) -> Iterator[str]:
     if topology.sites is not None:
         listed = sorted(replica for site in topology.sites for replica in site)
-        if listed != list(range(topology.replicas)):
+        if len(listed) != topology.replicas or listed != list(range(topology.replicas)):
             yield (f"topology.sites must name each replica 0..{topology.replicas - 1} exactly once; it names {listed}")
 
 
-def _deepspeed(config: Config) -> Iterator[str]:
-    settings = config.deepspeed
-    if settings.get("fp16", {}).get("enabled"):
-        yield "fp16 needs loss scaling across routed stages and is not supported; use bf16 or fp32"
-    stage = settings.get("zero_optimization", {}).get("stage", 1)
-    if stage != 1:
+def _deepspeed(settings: dict[str, Any]) -> Iterator[str]:
+    yield from deepspeed_keys.problems(settings)
+    stage = object_at(settings, "zero_optimization").get("stage", 1)
+    if deepspeed_keys.STAGE.fits(stage) and stage != 1:
         yield (
             f"zero_optimization.stage = {stage}: the outer step lives on ZeRO stage 1's fp32 masters; "
             'set "zero_optimization": {"stage": 1}'
-        )
-    for key in ("offload_optimizer", "offload_param", "cpu_offload"):
-        if settings.get("zero_optimization", {}).get(key):
-            yield f"zero_optimization.{key} is not supported: the outer step works on the masters in place"
-    if settings.get("zero_optimization", {}).get("overlap_comm"):
-        yield (
-            "zero_optimization.overlap_comm reduces gradients inside the backward pass, before all ranks have agreed "
-            "to keep them; remove it or set it to false"
         )
     if "gradient_clipping" not in settings:
         yield (
             'say "gradient_clipping": DeepSpeed clips to 1.0 where the key is absent (1.0 is also the paper\'s value; '
             "0 turns it off)"
         )
-    yield from _inner_optimizer(settings.get("optimizer"))
-    if config.bf16:
+    yield from _inner_optimizer(settings)
+    if object_at(settings, "bf16").get("enabled") is True:
         for path, value in BF16_SETTINGS.items():
-            given: Any = settings
-            for part in path:
-                given = given.get(part) if isinstance(given, dict) else None
-            if given is not None and given != value:
+            given = object_at(settings, *path[:-1]).get(path[-1], value)
+            if given != value:
                 yield f"{'.'.join(path)} must be {value!r} under bf16 (given: {given!r}); leave it out to have it set"
 
 
-def _inner_optimizer(optimizer: dict[str, Any] | None) -> Iterator[str]:
-    if not optimizer or "type" not in optimizer:
+def _inner_optimizer(settings: dict[str, Any]) -> Iterator[str]:
+    optimizer, params = object_at(settings, "optimizer"), object_at(settings, "optimizer", "params")
+    if "optimizer" not in settings:
         yield 'give the inner optimizer, e.g. "optimizer": {"type": "AdamW", "params": {"lr": 6e-4}}'
         return
-    name, params = str(optimizer["type"]), optimizer.get("params", {})
-    if name.lower() == "adam" and params.get("adam_w_mode", True):
-        yield (
-            'DeepSpeed runs AdamW under the name "Adam"; write "AdamW", or set optimizer.params.adam_w_mode to false '
-            "for Adam with L2 regularisation"
-        )
-    elif name.lower() not in ("adam", "adamw"):
-        yield f'optimizer.type "{name}" is not supported; use "AdamW" or "Adam"'
+    if "type" not in optimizer:
+        yield '"optimizer.type" is missing; use "AdamW" or "Adam"'
+    name = optimizer.get("type")
+    if isinstance(name, str):
+        if name.lower() == "adam" and params.get("adam_w_mode", True) is True:
+            yield (
+                'DeepSpeed runs AdamW under the name "Adam"; write "AdamW", or set optimizer.params.adam_w_mode to '
+                "false for Adam with L2 regularisation"
+            )
+        elif name.lower() == "adamw" and params.get("adam_w_mode", True) is False:
+            yield 'optimizer.params.adam_w_mode = false has no effect on "AdamW"; remove it, or write "Adam"'
+        elif name.lower() not in ("adam", "adamw"):
+            yield f'optimizer.type "{name}" is not supported; use "AdamW" or "Adam"'
     if "lr" not in params:
         yield "optimizer.params.lr is missing"
 
 
-def _outer(config: Config) -> Iterator[str]:
-    noloco, replicas = config.noloco, config.topology.replicas
+def _outer(noloco: Noloco, topology: Topology) -> Iterator[str]:
+    replicas = topology.replicas
     if noloco.optimizer not in OUTER_OPTIMIZERS:
         yield f'noloco.optimizer "{noloco.optimizer}" is unknown; known: {", ".join(OUTER_OPTIMIZERS)}'
     if noloco.optimizer != "noloco" or replicas == 1:
@@ -247,8 +217,7 @@ def _outer(config: Config) -> Iterator[str]:
         )
 
 
-def _deadlines(config: Config) -> Iterator[str]:
-    noloco = config.noloco
+def _deadlines(noloco: Noloco) -> Iterator[str]:
     if not noloco.heartbeat_seconds < noloco.exchange_deadline_seconds < noloco.link_timeout_seconds:
         yield (
             "noloco needs heartbeat_seconds < exchange_deadline_seconds < link_timeout_seconds, so that a late "
@@ -257,14 +226,39 @@ def _deadlines(config: Config) -> Iterator[str]:
         )
 
 
-def _name(config: Config) -> Iterator[str]:
-    name = config.run.name
-    if not name or name != name.strip() or "/" in name or name in (".", ".."):
+def _output(run: Run) -> Iterator[str]:
+    name = run.name
+    if not name or name != name.strip() or "/" in name or "\0" in name or name in (".", "..") or len(name) > 200:
         yield f'run.name "{name}" must be one folder name; put parents into run.directory'
+    yield from _path("run.directory", run.directory)
+
+
+def _paths(data: Data) -> Iterator[str]:
+    for name in ("train", "valid", "tokenizer", "cache"):
+        yield from _path(f"data.{name}", getattr(data, name))
+
+
+def _path(name: str, path: str | None) -> Iterator[str]:
+    if path is not None and (not path.strip() or "\0" in path):
+        yield f'"{name}" must be a path (given: {path!r})'
+
+
+CHECKS: tuple[tuple[tuple[str, ...], Callable[..., Iterator[str]]], ...] = (
+    (("deepspeed", "topology"), _batch),
+    (("model", "topology"), _model),
+    (("model", "topology"), _sequence),
+    (("topology",), _sites),
+    (("deepspeed",), _deepspeed),
+    (("noloco", "topology"), _outer),
+    (("noloco",), _deadlines),
+    (("run",), _output),
+    (("data",), _paths),
+)
 
 
 def _divisors(number: int) -> list[int]:
-    return [d for d in range(1, number + 1) if number % d == 0]
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})
 
 
 def _round_up(number: int, step: int) -> int:

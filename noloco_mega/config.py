@@ -1,6 +1,6 @@
 """What run is this? One JSON file, parsed into frozen dataclasses; DeepSpeed's own keys stay at its top level.
 
-    {"train_micro_batch_size_per_gpu": 4, ..., "bf16": {...},          <- DeepSpeed's, handed on verbatim
+    {"train_micro_batch_size_per_gpu": 4, ..., "bf16": {...},          <- DeepSpeed's, as it names them
      "topology": {...}, "model": {...}, "data": {...}, "noloco": {...}, "run": {...}}    <- ours, documented below
 
 The same file serves ``--deepspeed_config``: DeepSpeed keeps blocks that it does not know without complaint. Batch
@@ -10,7 +10,6 @@ sizes, clipping, precision, inner optimizer and its schedule live on DeepSpeed's
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,14 +18,18 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-from noloco_mega import checks
+from noloco_mega import checks, deepspeed_keys
 from noloco_mega.grid import Grid
 
-Positive = Annotated[int, Field(gt=0)]
-NonNegative = Annotated[int, Field(ge=0)]
-PositiveSeconds = Annotated[float, Field(gt=0)]
+Positive = Annotated[int, Field(gt=0, le=deepspeed_keys.LARGEST_COUNT)]
+NonNegative = Annotated[int, Field(ge=0, le=deepspeed_keys.LARGEST_COUNT)]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
+# poll counts milliseconds in an int, so that no wait can be longer than 24 days.
+PositiveSeconds = Annotated[float, Field(gt=0, le=1e6)]
 
-STRICT = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
+STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
+DEEPEST = 8
+"""Levels of objects and arrays in a file; anything deeper is no config."""
 
 
 class ConfigError(ValueError):
@@ -121,22 +124,22 @@ class Noloco:
     """Outer optimizer by name: "noloco" (pairs and modified Nesterov) or "local" (replicas never exchange)."""
     inner_steps: Positive = 50
     """H: inner steps per outer step."""
-    outer_lr: Annotated[float, Field(gt=0)] = 0.7
+    outer_lr: Annotated[float, Field(gt=0, le=1e6)] = 0.7
     """β: outer learning rate."""
     outer_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.5
     """α: coefficient of the outer momentum δ."""
-    gamma: Annotated[float, Field(ge=0)] = 0.7
+    gamma: Annotated[float, Field(ge=0, le=1e6)] = 0.7
     """γ: consensus strength, the pull towards the group's mean slow weights. The paper gives no value."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """λ: decoupled outer weight decay, φ ← φ − β·λ·φ beside the step; 0 in the paper."""
-    group_size: Annotated[int, Field(ge=2)] = 2
+    group_size: Annotated[int, Field(ge=2, le=deepspeed_keys.LARGEST_COUNT)] = 2
     """n: replicas that average with each other in one outer step."""
     allow_unstable: bool = False
     """Run (α, γ, n, N) outside the exact stability range; for studies of exactly that."""
     routing: Literal["random", "fixed"] = "random"
     """"random": each microbatch crosses each stage boundary to a randomly drawn replica of its site; "fixed": the
     ordinary pipeline."""
-    seed: NonNegative = 0
+    seed: Seed = 0
     """Seed of routes and pairs."""
     heartbeat_seconds: PositiveSeconds = 5.0
     """Interval of signs of life between replicas. Nothing sends them yet: only its order against the next two is
@@ -161,7 +164,7 @@ class Run:
     """Parent folder of all runs."""
     steps: Positive
     """Inner steps of the whole run."""
-    seed: NonNegative = 0
+    seed: Seed = 0
     """Seed of the initial weights and of the order of samples."""
     log_every: Positive = 10
     """Inner steps between two rows of metrics.jsonl."""
@@ -206,7 +209,7 @@ class Config:
 
     @property
     def bf16(self) -> bool:
-        return bool(self.deepspeed.get("bf16", {}).get("enabled", False))
+        return deepspeed_keys.object_at(self.deepspeed, "bf16").get("enabled", False) is True
 
     @property
     def output(self) -> Path:
@@ -223,6 +226,7 @@ class Config:
 
 
 BLOCKS: dict[str, type] = {"topology": Topology, "model": Model, "data": Data, "noloco": Noloco, "run": Run}
+ADAPTERS: dict[str, TypeAdapter[Any]] = {name: TypeAdapter(block) for name, block in BLOCKS.items()}
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -232,10 +236,14 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """
     path = Path(path)
     try:
-        raw = json.loads(path.read_text(), object_pairs_hook=_refuse_duplicates)
+        raw = json.loads(
+            path.read_text(encoding="utf-8"), object_pairs_hook=_refuse_duplicates, parse_constant=_refuse_constant
+        )
     except OSError as error:
         raise ConfigError(f"cannot read the config {path}: {error.strerror}") from error
-    except json.JSONDecodeError as error:
+    except ConfigError:
+        raise
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(raw, dict):
         raise ConfigError(f"{path} holds a {type(raw).__name__}; a config is a JSON object")
@@ -245,26 +253,31 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def parse(raw: dict[str, Any]) -> Config:
-    """A Config from the file's JSON object. Raises ConfigError."""
-    problems = [
-        _unknown(key, (*BLOCKS, *checks.DEEPSPEED_KEYS), "")
-        for key in raw
-        if key not in BLOCKS and key not in checks.DEEPSPEED_KEYS
-    ]
-    blocks: dict[str, Any] = {}
+    """A Config from the file's JSON object. Raises ConfigError with every problem found."""
+    _refuse_deep(raw)
+    known = (*BLOCKS, *deepspeed_keys.TOP)
+    listed = (*BLOCKS, *deepspeed_keys.supported(deepspeed_keys.TOP))
+    problems = [deepspeed_keys.unknown_key(key, known, "", listed) for key in raw if key not in known]
+    parts: dict[str, Any] = {"deepspeed": {key: value for key, value in raw.items() if key not in BLOCKS}}
     for name, block in BLOCKS.items():
         try:
-            blocks[name] = TypeAdapter(block).validate_json(json.dumps(raw.get(name, {})))
+            parts[name] = ADAPTERS[name].validate_json(json.dumps(raw.get(name, {})))
         except ValidationError as error:
             problems += _explain(name, block, error)
+    problems += checks.problems(parts)
     if problems:
         raise ConfigError(_listed(problems))
-    deepspeed = {key: value for key, value in raw.items() if key not in BLOCKS}
-    config = Config(**blocks, deepspeed=deepspeed)
-    problems = checks.problems(config)
-    if problems:
-        raise ConfigError(_listed(problems))
-    return config
+    return Config(**parts)
+
+
+def _refuse_deep(raw: Any) -> None:
+    level = [raw]
+    for _ in range(DEEPEST):
+        containers = (value.values() if isinstance(value, dict) else value for value in level)
+        level = [item for container in containers for item in container if isinstance(item, dict | list)]
+        if not level:
+            return
+    raise ConfigError(f"the config is nested more than {DEEPEST} levels deep")
 
 
 def _listed(problems: Sequence[str]) -> str:
@@ -273,19 +286,13 @@ def _listed(problems: Sequence[str]) -> str:
     return f"{len(problems)} problems:\n" + "\n".join(f"  - {problem}" for problem in problems)
 
 
-def _unknown(key: str, known: Sequence[str], where: str) -> str:
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-    hint = f'; did you mean "{near[0]}"?' if near else f"; known: {', '.join(sorted(known))}"
-    return f'unknown key "{where}{key}"{hint}'
-
-
 def _explain(name: str, block: type, error: ValidationError) -> list[str]:
     known = [f.name for f in dataclasses.fields(block)]
     lines = []
     for item in error.errors():
         where = ".".join(str(part) for part in (name, *item["loc"]))
         if item["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
-            lines.append(_unknown(str(item["loc"][-1]), known, f"{name}."))
+            lines.append(deepspeed_keys.unknown_key(str(item["loc"][-1]), known, f"{name}."))
         elif item["type"] in ("missing", "missing_argument", "missing_keyword_only_argument"):
             lines.append(f'"{where}" is missing')
         else:
@@ -300,8 +307,8 @@ def _override(raw: dict[str, Any], override: str) -> None:
     if not equals or not dotted:
         raise ConfigError(f"--set takes KEY=VALUE, e.g. noloco.inner_steps=20; got {override!r}")
     try:
-        value = json.loads(text)
-    except json.JSONDecodeError:
+        value = json.loads(text, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError):
         value = text
     *parents, last = dotted.split(".")
     target = raw
@@ -319,3 +326,7 @@ def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = sorted({name for name in names if names.count(name) > 1})
         raise ConfigError(f"the config names {', '.join(twice)} twice; JSON would silently keep the last")
     return seen
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no number in JSON")

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from noloco_mega import checks
+from noloco_mega import checks, deepspeed_keys
 from noloco_mega.config import ConfigError, load, parse
 
 
@@ -81,7 +81,10 @@ def test_configs_are_frozen():
         ({"topology__sites": [[0, 1], [1, 2]]}, "exactly once; it names [0, 1, 1, 2]"),
         ({"zero_optimization__stage": 2}, 'set "zero_optimization": {"stage": 1}'),
         ({"zero_optimization__stage": 0}, 'set "zero_optimization": {"stage": 1}'),
-        ({"zero_optimization__overlap_comm": True}, "overlap_comm reduces gradients"),
+        (
+            {"zero_optimization__overlap_comm": True},
+            'zero_optimization.overlap_comm" is not supported here: it reduces gradients inside',
+        ),
         ({"fp16__enabled": True}, "use bf16 or fp32"),
         ({"bf16": {"enabled": True, "immediate_grad_update": False}}, "bf16.immediate_grad_update must be True"),
         ({"bf16__enabled": True, "communication_data_type": "bf16"}, "communication_data_type must be 'fp32'"),
@@ -99,6 +102,56 @@ def test_configs_are_frozen():
         ({"noloco__exchange_deadline_seconds": 400.0}, "heartbeat_seconds < exchange_deadline_seconds < link"),
         ({"noloco__heartbeat_seconds": 90.0}, "heartbeat_seconds < exchange_deadline_seconds < link"),
         ({"run__name": "a/b"}, "one folder name"),
+        ({"run__directory": ""}, '"run.directory" must be a path'),
+        ({"data__valid": ""}, '"data.valid" must be a path'),
+        ({"data__cache": "a\0b"}, '"data.cache" must be a path'),
+        ({"noloco__outer_lr": float("nan")}, '"noloco.outer_lr": input should be a finite number'),
+        ({"noloco__gamma": float("inf")}, '"noloco.gamma": input should be a finite number'),
+        ({"noloco__link_timeout_seconds": 1e99}, "less than or equal to 1000000"),
+        ({"topology": 3}, '"topology": input should be an object'),
+        ({"bf16": True}, '"bf16" must be an object like {"enabled": true} (given: true)'),
+        ({"zero_optimization": 1}, '"zero_optimization" must be an object like {"stage": 1} (given: 1)'),
+        ({"optimizer": []}, '"optimizer" must be an object like'),
+        ({"optimizer": {"type": "AdamW", "params": None}}, '"optimizer.params" must be an object like {"lr": 6e-4}'),
+        ({"optimizer": {"params": {"lr": 1}}}, '"optimizer.type" is missing'),
+        ({"optimizer__params__betass": [0.9, 0.9]}, 'key "optimizer.params.betass"; did you mean "betas"?'),
+        ({"optimizer__params__betas": [0.9, 1.0]}, '"optimizer.params.betas" must be two numbers in [0, 1)'),
+        ({"optimizer__params__betas": 0.9}, '"optimizer.params.betas" must be two numbers in [0, 1)'),
+        ({"optimizer__params__lr": "auto"}, '"auto" is not resolved here'),
+        ({"optimizer__params__lr": True}, '"optimizer.params.lr" must be a finite number of at least 0 (given: true)'),
+        ({"optimizer__params__lr": -1e-3}, '"optimizer.params.lr" must be a finite number of at least 0'),
+        ({"optimizer__params__lr": float("nan")}, '"optimizer.params.lr" must be a finite number of at least 0'),
+        ({"optimizer__params__eps": 0}, '"optimizer.params.eps" must be a finite number above 0'),
+        ({"optimizer__params__weight_decay": -1}, '"optimizer.params.weight_decay" must be a finite number of at'),
+        ({"optimizer__params__max_grad_norm": 1.0}, 'DeepSpeed clips by the top-level "gradient_clipping"'),
+        ({"optimizer__params__bias_correction": False}, "which of them runs depends on the device"),
+        ({"optimizer__params__adam_w_mode": False}, 'has no effect on "AdamW"'),
+        ({"gradient_clipping": "auto"}, '"gradient_clipping" must be a finite number of at least 0'),
+        ({"gradient_clipping": -1}, '"gradient_clipping" must be a finite number of at least 0'),
+        ({"bf16": {"enable": True}}, 'unknown key "bf16.enable"; did you mean "enabled"?'),
+        ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, "the outer step works on fp32 masters"),
+        ({"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}}, 'grad_accum_dtype" must be "fp32"'),
+        ({"zero_optimization__overlap_com": False}, 'did you mean "overlap_comm"?'),
+        ({"zero_optimization__stage": True}, '"zero_optimization.stage" must be an integer from 0 to 3'),
+        ({"zero_optimization__offload_optimizer": {"device": "cpu"}}, "must not be offloaded"),
+        ({"zero_optimization__compute_grad_norm": False}, '"zero_optimization.compute_grad_norm" must be true'),
+        ({"scheduler": {}}, '"scheduler.type" is missing; known: WarmupLR'),
+        ({"scheduler": {"type": "WarmupCosinLR", "params": {}}}, '"scheduler.type" must be one of "WarmupLR"'),
+        ({"scheduler": {"type": "CosineAnnealingLR", "params": {"T_max": 5}}}, '"scheduler.type" must be one of'),
+        ({"scheduler": {"type": "WarmupLR"}}, '"scheduler.params" must be an object like'),
+        ({"scheduler": {"type": "WarmupDecayLR", "params": {}}}, '"scheduler.params.total_num_steps" is missing'),
+        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_steps": 5}}}, 'did you mean "warmup_num_steps"?'),
+        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "cosine"}}}, 'must be one of "log", "linear"'),
+        ({"scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 500}}}, "warmup_num_steps = 1000"),
+        ({"torch_autocast__enabled": True}, "this would have no effect"),
+        ({"compile__deepcompile": True}, "this would have no effect"),
+        ({"flops_profiler__enabled": True}, "this would have no effect"),
+        ({"activation_checkpointing__partition_activations": True}, "this would have no effect"),
+        ({"amp__enabled": True}, 'DeepSpeed\'s "amp" is not supported here: DeepSpeed removed it'),
+        ({"sparse_gradients": True}, 'DeepSpeed\'s "sparse_gradients" is not supported here'),
+        ({"dataloader_drop_last": True}, "samples are planned by number"),
+        ({"elasticity__enabled": True}, 'DeepSpeed\'s "elasticity" is not supported here'),
+        ({"zero_force_ds_cpu_optimizer": True}, "it is for offloading"),
     ],
 )
 def test_a_bad_config_says_what_to_change(change, message):
@@ -111,6 +164,116 @@ def test_every_problem_is_listed_at_once():
     with pytest.raises(ConfigError) as caught:
         parse(changed(topology__stages=3, gradient_clipping=None, noloco__outer_momentum=0.9))
     assert str(caught.value).startswith("3 problems:\n")
+    wrong = changed(
+        topolgy={},
+        run__steps=0,
+        bf16=True,
+        scheduler=1,
+        optimizer__params__lr="x",
+        gradient_clipping=-1,
+        data__train="",
+    )
+    with pytest.raises(ConfigError) as caught:
+        parse({**wrong, "topology": {**wrong["topology"], "stages": 3}, "train_batch_size": "x"})
+    listed = str(caught.value)
+    assert listed.startswith("9 problems:\n"), listed
+    for part in (
+        "topolgy",
+        "run.steps",
+        "bf16",
+        "scheduler",
+        ".lr",
+        "clipping",
+        "data.train",
+        "stages = 3",
+        "batch_size",
+    ):
+        assert part in listed, part
+
+
+HOSTILE = [
+    None, True, False, -1, 0, 1, 2.5, 1e99, 1e300, -1e300, float("nan"), float("inf"), 10**400, 2**31, "", "auto",
+    "NaN", "a\0b", "\ud800", [], [[]], [None], [1e99, -1], {}, {"": None}, {"enabled": "yes"}, {"type": []},
+    {"params": 3}, {"type": "OneCycle", "params": {"cycle_min_lr": [], "cycle_max_lr": {}}}, [{"a": {"b": [{}]}}],
+]  # fmt: skip
+
+
+def places(value, path=()):
+    """Paths of everything inside a JSON value, itself included."""
+    yield path
+    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in inside:
+        yield from places(inner, (*path, key))
+
+
+def everything():
+    """A valid config that says every key that may be said: each one is a place for a wrong value."""
+    raw = parse(raw_config()).to_json()
+    raw["topology"]["sites"] = [[0, 1], [2, 3]]
+    raw["bf16"] = {"enabled": True, "immediate_grad_update": True}
+    raw["zero_optimization"] = {"stage": 1, "reduce_bucket_size": 5e8}
+    raw["scheduler"] = {"type": "WarmupDecayLR", "params": {"total_num_steps": 50, "warmup_num_steps": 5}}
+    raw["optimizer"]["params"] |= {"betas": [0.9, 0.95], "eps": 1e-8}
+    raw["train_batch_size"] = 8
+    raw["data_types"] = {"grad_accum_dtype": "fp32"}
+    for key, entry in deepspeed_keys.TOP.items():
+        if isinstance(entry, deepspeed_keys.Refused) and entry.may_be_off:
+            raw[key] = {"enabled": False}
+    return raw
+
+
+def test_no_value_anywhere_is_a_traceback():
+    valid, accepted, refused = everything(), 0, 0
+    parse(valid)
+    for path in places(valid):
+        for value in HOSTILE:
+            raw = copy.deepcopy(valid)
+            target = raw
+            for key in path[:-1]:
+                target = target[key]
+            if not path:
+                raw = value if isinstance(value, dict) else {"": value}
+            else:
+                target[path[-1]] = value
+            try:
+                checks.deepspeed_settings(parse(raw))
+                accepted += 1
+            except ConfigError:
+                refused += 1
+    assert accepted > 100 and refused > 1000
+
+
+def test_features_that_are_turned_off_are_not_handed_on():
+    settings = checks.deepspeed_settings(parse(everything()))
+    assert not [key for key in settings if isinstance(deepspeed_keys.TOP[key], deepspeed_keys.Refused)]
+    off = {"overlap_comm": False, "offload_param": None, "allgather_partitions": False}
+    config = parse(changed(zero_optimization=off))
+    assert checks.deepspeed_settings(config)["zero_optimization"] == {"allgather_partitions": False, "stage": 1}
+    assert config.deepspeed["zero_optimization"] == off, "the config itself was changed"
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ('{"run": NaN}', "NaN is no number in JSON"),
+        ('{"fp16": {"enabled": false, "loss_scale": -Infinity}}', "-Infinity is no number in JSON"),
+        ('{"run": 1e999}', '"run": input should be an object'),
+        ('{"gradient_clipping": 1e999}', '"gradient_clipping" must be a finite number'),
+        ('{"run": ' + "[" * 10_000 + "]" * 10_000 + "}", "not valid JSON"),
+        ('{"run": ' + "[" * 100 + "]" * 100 + "}", "more than 8 levels"),
+        ('{"run": ' + "9" * 5000 + "}", "not valid JSON"),
+        ("[]", "a config is a JSON object"),
+        ("", "not valid JSON"),
+        (b"\xff", "not valid JSON"),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_files_that_are_no_config(tmp_path, text, message):
+    path = tmp_path / "c.json"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ConfigError) as caught:
+        load(path)
+    assert message in str(caught.value)
 
 
 def test_unstable_settings_run_when_asked_for():
