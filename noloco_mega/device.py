@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 
@@ -19,23 +20,19 @@ class Device:
     def is_cuda(self) -> bool:
         return self.device.type == "cuda"
 
-    def synchronize(self) -> None:
-        """Wait for the device's queued work; on the CPU nothing is ever queued."""
-        if self.is_cuda:
-            torch.cuda.synchronize(self.device)
-
 
 def select(local_rank: int) -> Device:
     """The device of a process: its node's GPU number `local_rank` where CUDA exists, else the CPU.
 
-    Must run before any process group exists: it sets what NCCL's watchdog reads once. Raises ValueError if the node
-    has fewer GPUs than local ranks.
+    A launcher that gives each task one GPU of its own (SLURM's --gpus-per-task) names it in CUDA_VISIBLE_DEVICES; the
+    process then knows it as number 0, whatever its local rank. Must run before any process group exists: it sets what
+    NCCL's watchdog reads once. Raises ValueError if the node has fewer GPUs than local ranks.
     """
     if not torch.cuda.is_available():
         return Device(torch.device("cpu"), "gloo")
     count = torch.cuda.device_count()
-    # A launcher that gives each task one visible GPU (SLURM's --gpus-per-task) numbers it 0 for every task.
-    index = 0 if count == 1 else local_rank
+    named = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    index = 0 if len(named) == 1 else local_rank
     if index >= count:
         raise ValueError(
             f"local rank {local_rank} has no GPU: this node shows {count}; start at most {count} ranks per node"
@@ -47,3 +44,13 @@ def select(local_rank: int) -> Device:
     # megatron-core's overlap relies on one hardware queue per connection order.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     return Device(torch.device("cuda", index), "nccl")
+
+
+def bound_nccl(seconds: float) -> None:
+    """Let no NCCL call of this process stay in progress for longer than `seconds`, rounded up to whole ones.
+
+    A communicator in non-blocking mode connects, and launches, while PyTorch waits for it; that wait does not know the
+    timeout of the operation, only TORCH_NCCL_NONBLOCKING_TIMEOUT (half an hour unless set). PyTorch reads it once: call
+    this before any process group exists. A value that the user has set stays.
+    """
+    os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(max(1, math.ceil(seconds))))

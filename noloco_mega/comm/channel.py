@@ -81,15 +81,24 @@ def _proof(secret: bytes, role: str, listener_nonce: bytes, dialer_nonce: bytes)
 
 
 def dial(
-    address: Address, secret: bytes, hello: Message, timeout_seconds: float, *, keep_trying: bool = False
+    address: Address,
+    secret: bytes,
+    hello: Message,
+    timeout_seconds: float,
+    *,
+    keep_trying: bool = False,
+    refusals_seconds: float | None = None,
 ) -> Channel:
     """Connect to a Listener, prove ourselves, check its proof and send `hello`, whose "kind" chooses the handler.
 
-    `keep_trying` repeats failed attempts until the timeout, for a listener that may start later. The channel comes
-    back without a deadline. Raises WrongSecret, TimeoutError, ProtocolError (no Listener of ours) or another OSError.
+    `keep_trying` repeats failed attempts until the timeout, for a listener that may start later; one that must have
+    started already is given up with ConnectionRefusedError once its host has refused for `refusals_seconds`. The
+    channel comes back without a deadline. Raises WrongSecret, TimeoutError, ProtocolError (no Listener of ours) or
+    another OSError.
     """
     deadline = time.monotonic() + timeout_seconds
     pause_seconds = 0.02
+    refused_since: float | None = None
     while True:
         limit = min(deadline, time.monotonic() + HANDSHAKE_SECONDS) if keep_trying else deadline
         try:
@@ -99,6 +108,12 @@ def dial(
         except OSError as error:
             if not keep_trying:
                 raise
+            if not isinstance(error, ConnectionRefusedError):
+                refused_since = None
+            elif refused_since is None:
+                refused_since = time.monotonic()
+            elif refusals_seconds is not None and time.monotonic() - refused_since >= refusals_seconds:
+                raise ConnectionRefusedError(f"nobody listens on {spoken(address)} any more: {error}") from error
             if time.monotonic() + pause_seconds >= deadline:
                 raise TimeoutError(f"could not reach {spoken(address)} in {timeout_seconds:g} s: {error}") from error
         time.sleep(pause_seconds)

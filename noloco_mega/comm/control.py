@@ -9,7 +9,6 @@ replica that hangs holds nobody.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections.abc import Mapping
@@ -36,6 +35,7 @@ class StopAgreement:
         self._stop_step = NEVER
         self._decided_through = 0
         self._arrived: dict[int, int] = {}
+        self._gone: set[int] = set()
         listener.register(self.KIND, self._on_message)
 
     def connect(self, leaders: Mapping[int, Address]) -> None:
@@ -63,7 +63,11 @@ class StopAgreement:
         deadline = time.monotonic() + timeout_seconds
         with self._changed:
             while self._stop_step <= step:
-                missing = [replica for replica in self._leaders if self._arrived.get(replica, -1) < step]
+                missing = [
+                    replica
+                    for replica in self._leaders
+                    if self._arrived.get(replica, -1) < step and replica not in self._gone
+                ]
                 left = deadline - time.monotonic()
                 if not missing or left <= 0:
                     return True
@@ -93,10 +97,17 @@ class StopAgreement:
 
     def _broadcast(self, message: Message) -> None:
         hello = {"kind": self.KIND, "run": self._run_id, "replica": self._replica, **message}
-        for where in self._leaders.values():
+        for replica, where in self._leaders.items():
             # One thread each: a leader that hangs must not delay the message to the next one.
-            threading.Thread(target=self._tell, args=(where, hello), daemon=True).start()
+            threading.Thread(target=self._tell, args=(replica, where, hello), daemon=True).start()
 
-    def _tell(self, where: Address, hello: Message) -> None:
-        with contextlib.suppress(OSError):  # one that can't be reached is waited for in `confirm`, until its timeout
+    def _tell(self, replica: int, where: Address, hello: Message) -> None:
+        try:
             dial(where, self._secret, hello, timeout_seconds=5.0).close()
+        except ConnectionRefusedError:
+            # Its listener existed when the replicas met: the process is gone, and not to be waited for.
+            with self._changed:
+                self._gone.add(replica)
+                self._changed.notify_all()
+        except OSError:
+            return  # silent for whatever reason: `confirm` waits for it until its timeout

@@ -34,6 +34,9 @@ from noloco_mega.comm.wire import Address, Channel, Message
 
 MAX_PARKED = 64
 """Partners that may wait at once for us to launch the outer step they are at."""
+REFUSALS_SECONDS = 1.0
+"""How long a partner's host may refuse our connections. All listeners exist before the first launch, so a refusal means
+that the partner's process is gone; the time is for a host whose accept queue overflows or whose network stumbles."""
 SLACK_SECONDS = 2.0
 """How long after the deadline `Pending.wait` still waits for its threads to notice it."""
 
@@ -319,7 +322,15 @@ class Exchange:
 
     def _dial(self, swap: _Swap) -> tuple[Channel, Message | None]:
         """A channel to the higher twin, which will answer our hello once it has launched this outer step."""
-        return dial(swap.address, self._secret, swap.hello, swap.remaining(), keep_trying=True), None
+        channel = dial(
+            swap.address,
+            self._secret,
+            swap.hello,
+            swap.remaining(),
+            keep_trying=True,
+            refusals_seconds=REFUSALS_SECONDS,
+        )
+        return channel, None
 
     def _take_seat(self, swap: _Swap) -> tuple[Channel, Message | None]:
         """The lower twin's channel and hello, as soon as it is here."""

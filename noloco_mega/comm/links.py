@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -67,12 +68,17 @@ class GlooLinks:
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = timeout
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+        # Gloo waits for the others as long as the store does. A PrefixStore shares its timeout with all who use the
+        # store below it, so it gets its own back.
+        before = store.timeout  # type: ignore[attr-defined]
         store.set_timeout(timeout)
         try:
             # torch's type stubs leave out send and recv.
             self._group: Any = dist.ProcessGroupGloo(store, rank, size, options)
         except RuntimeError as error:
             raise LinkBroken(f"rank {rank} of {size} could not connect to its link group: {error}") from error
+        finally:
+            store.set_timeout(before)
         self._broken: str | None = None
         self._posted: queue.SimpleQueue[list[dist.Work] | None] = queue.SimpleQueue()
         self._outcomes: queue.SimpleQueue[str | None] = queue.SimpleQueue()
@@ -128,14 +134,21 @@ class NcclLinks:
     """Links over NCCL, by a communicator of its own. Written from PyTorch's source; not yet run on GPUs.
 
     The group is built without PyTorch's watchdog, which would end the process on a failure: with blocking waits a
-    failure or timeout surfaces in `wait` instead. Every exchange is one NCCL group call: a rank's calls run in the
-    order issued, and separate sends and receives along random routes deadlock (tests/unit/test_nccl_model.py).
+    failure or timeout surfaces in `wait` instead. The communicator is non-blocking, so that no call of NCCL's holds the
+    process for ever: PyTorch waits for what is in progress on the host (making the communicator, connecting to a peer
+    at the first transfer with it, launching), not for `timeout` but for as long as device.bound_nccl has said. Every
+    exchange is one NCCL group call: a rank's calls run in the order issued, and separate sends and receives along
+    random routes deadlock (tests/unit/test_nccl_model.py).
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta, device: Device) -> None:
-        """Connect to every rank of the group; collective over it. `store` must serve this link group alone.
+    def __init__(
+        self, store: dist.Store, rank: int, size: int, timeout: timedelta, device: Device, peers: Sequence[int]
+    ) -> None:
+        """Make the communicator, and connect to `peers`; collective over the group. `store` serves this group alone.
 
-        Raises LinkBroken if not everybody connects within `timeout`.
+        A later exchange with another rank works too, and connects first. Raises LinkBroken on any failure, and if not
+        everybody is here within the limit of device.bound_nccl (making and connecting) or `timeout` (the first
+        transfer).
         """
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
@@ -151,6 +164,7 @@ class NcclLinks:
             raise LinkBroken(f"rank {rank} of {size} could not connect to its link group: {error}") from error
         self._group = dist.ProcessGroup(store, rank, size)
         self._group._register_backend(self._device, dist.ProcessGroup.BackendType.NCCL, self._backend)
+        connect(self, rank, peers, self._device)
 
     def exchange(self, sends: Sequence[tuple[Tensor, int]], recvs: Sequence[tuple[Tensor, int]]) -> None:
         if self._broken is not None:
@@ -191,15 +205,41 @@ def _environment(name: str, value: str) -> Iterator[None]:
             os.environ[name] = before
 
 
+def connect(links: Links, rank: int, peers: Sequence[int], device: torch.device) -> None:
+    """Swap rank numbers with all `peers` in one exchange, for links that connect at their first transfer.
+
+    Each of the peers must do the same with `rank` among its own. Raises LinkBroken as `exchange` does, and if another
+    rank than the one expected answers.
+    """
+    mine = torch.tensor([rank], device=device)
+    theirs = [torch.full((1,), -1, device=device) for _ in peers]
+    links.exchange([(mine, peer) for peer in peers], list(zip(theirs, peers, strict=True)))
+    answered = [int(tensor) for tensor in theirs]
+    if answered != list(peers):
+        links.close()
+        raise LinkBroken(f"rank {rank} is linked to ranks {answered} where {list(peers)} belong")
+
+
 def open_links(
-    device: Device, store: dist.Store, rank: int, size: int, timeout: timedelta, host: str = "127.0.0.1"
+    device: Device,
+    store: dist.Store,
+    rank: int,
+    size: int,
+    timeout: timedelta,
+    host: str = "127.0.0.1",
+    peers: Sequence[int] | None = None,
 ) -> Links:
     """The links that fit a device: NCCL's on CUDA, else gloo's bound to `host`. Collective over the link group.
 
-    A group of one rank needs no links. Raises LinkBroken if not everybody connects within `timeout`.
+    `peers` are the ranks that this one will exchange with, by default all others; a is one of b's where b is one of
+    a's. NCCL connects to these here; gloo always connects to everybody. A group of one rank needs no links. Raises
+    LinkBroken if not everybody connects: within `timeout` by gloo, by NCCL see NcclLinks.
     """
+    if peers is None:
+        peers = [other for other in range(size) if other != rank]
+    assert rank not in peers and all(0 <= peer < size for peer in peers), f"peers {peers} of rank {rank} of {size}"
     if size == 1:
         return NoLinks()
     if device.is_cuda:
-        return NcclLinks(store, rank, size, timeout, device)
+        return NcclLinks(store, rank, size, timeout, device, peers)
     return GlooLinks(store, rank, size, timeout, host)

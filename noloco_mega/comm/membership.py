@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,27 @@ from noloco_mega.plan import pairing, views
 if TYPE_CHECKING:
     from noloco_mega.comm.exchange import Exchange
     from noloco_mega.config import Noloco
+
+
+class Closable(Protocol):
+    def close(self) -> None: ...
+
+
+COMPLAINTS = {
+    "config": "another configuration (compare their config files: only paths and logging may differ)",
+    "data": "other token files (the last stage reads a sample that another replica's first stage has read)",
+    "theta0": "other initial weights (same versions of torch and noloco_mega everywhere?)",
+}
+
+
+def refuse_differences(replica: int, own: Mapping[str, Any], twins: Mapping[int, Mapping[str, Any]]) -> None:
+    """Raise ValueError naming the replicas whose configuration, data or initial weights differ from `replica`'s own."""
+    complaints = {key: text for key, text in COMPLAINTS.items() if key in own}
+    for key, complaint in complaints.items():
+        others = [other for other, twin in twins.items() if twin[key] != own[key]]
+        if others:
+            names = ", ".join(map(str, others))
+            raise ValueError(f"replica {replica} and replica {names} do not belong together: {complaint}")
 
 
 def agree(group: dist.ProcessGroup, device: torch.device, *flags: int) -> tuple[int, ...]:
@@ -49,6 +70,15 @@ class Peers:
     """All ranks of this replica."""
     device: torch.device
     """Where tensors of `group`'s collectives live."""
+
+    resources: tuple[Closable, ...] = ()
+    """What else ends with the exchange: the listener that it was reached by, the place in the rendezvous."""
+
+    def close(self) -> None:
+        """Leave: exchanges in flight end, and nobody finds this rank any more."""
+        self.exchange.close()
+        for resource in self.resources:
+            resource.close()
 
     def members(self, outer_step: int, settings: Noloco) -> tuple[int, ...]:
         """The replicas of the view that was in force when outer step `outer_step`'s inner phase began."""

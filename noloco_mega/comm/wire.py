@@ -83,6 +83,10 @@ class Channel:
             self.received_bytes += count
             view = view[count:]
 
+    def fileno(self) -> int:
+        """The connection's file descriptor, for a selector that waits for many channels at once."""
+        return self._socket.fileno()
+
     def hung_up(self) -> bool:
         """Whether the peer has closed its end (or is gone) and left nothing to read. For a channel nobody reads now."""
         try:

@@ -1,6 +1,7 @@
 """The stop step: agreed by whoever is furthest, and waited for by nobody who is hung."""
 
 import threading
+import time
 
 import pytest
 
@@ -86,3 +87,12 @@ def test_a_stop_that_comes_too_late_is_raised(leaders):
     with leaders[0]._changed:
         leaders[0]._raise_to(11)
     assert leaders[0].decide(11) == 10 + StopAgreement.MARGIN, "an agreed step never moves back"
+
+
+def test_a_leader_that_is_gone_is_not_waited_for(leaders):
+    gone = Listener(SECRET)
+    gone.close()
+    leaders[0].connect({1: gone.address})
+    began = time.monotonic()
+    leaders[0].propose(3)
+    assert leaders[0].confirm(5, timeout_seconds=60.0) and time.monotonic() - began < 30

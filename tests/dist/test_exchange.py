@@ -224,15 +224,23 @@ def test_launching_late_is_no_miss(members):
     assert isinstance(first.wait()[1], Received) and isinstance(second.wait()[0], Received)
 
 
-def test_listening_late_is_no_miss(members):
+def test_a_short_time_without_a_listener_is_no_miss(members):
     with socket.create_server(("127.0.0.1", 0)) as probe:
         address = probe.getsockname()
     low = members(0)
     first, _ = low.launch(0, payload(1), {1: address})
-    time.sleep(0.4)
+    time.sleep(0.2)
     high = members(1, port=address[1])
     second, _ = high.launch(0, payload(2), {0: low.address})
     assert isinstance(first.wait()[1], Received) and isinstance(second.wait()[0], Received)
+
+
+def test_a_partner_whose_process_is_gone_does_not_cost_the_deadline(members):
+    low, high = members(0), members(1)
+    high.close()
+    outcome = low.launch(0, payload(1), {1: high.address}, 10 * LONG_SECONDS)[0].wait()[1]
+    assert isinstance(outcome, Missed) and f"nobody listens on 127.0.0.1:{high.address[1]}" in outcome.reason
+    assert outcome.seconds < LONG_SECONDS
 
 
 def test_an_absent_partner_is_missed_at_the_deadline_in_both_roles(members):

@@ -8,12 +8,13 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from noloco_mega.comm.links import GlooLinks, LinkBroken, NoLinks, open_links
+from noloco_mega.comm.links import GlooLinks, LinkBroken, NcclLinks, NoLinks, connect, open_links
 from noloco_mega.device import Device
 from tests.harness import Ranks
 
@@ -130,6 +131,48 @@ def test_an_idle_group_that_is_closed_breaks_its_peers():
 def test_a_rank_that_does_not_come_is_reported():
     (outcome,) = group(2, SHORT, present=[0])
     assert isinstance(outcome, LinkBroken) and "rank 0 of 2 could not connect" in str(outcome)
+
+
+@pytest.mark.parametrize("present", [[0], [0, 1]])
+def test_the_store_of_the_links_keeps_its_timeout(present):
+    below = dist.HashStore()
+    below.set_timeout(timedelta(seconds=321))
+
+    def opened(rank):
+        return GlooLinks(dist.PrefixStore("links", below), rank, 2, SHORT)
+
+    links = together(*(lambda r=r: opened(r) for r in present))
+    assert all(isinstance(link, LinkBroken) for link in links) == (len(present) == 1)
+    assert below.timeout == timedelta(seconds=321)
+
+
+def test_peers_that_connect_know_each_other():
+    cpu, links = torch.device("cpu"), group(4)
+    peers = {0: [1, 2], 1: [0], 2: [0, 3], 3: [2]}  # not everybody is everybody's
+    assert together(*(lambda r=r: connect(links[r], r, peers[r], cpu) for r in peers)) == [None] * 4
+    first, second = group(2)
+    outcomes = together(lambda: connect(first, 0, [1], cpu), lambda: connect(second, 3, [0], cpu))
+    assert isinstance(outcomes[0], LinkBroken) and "linked to ranks [3] where [1] belong" in str(outcomes[0])
+    with pytest.raises(LinkBroken):
+        first.exchange([], [])
+
+
+def test_nccl_links_connect_to_their_peers_when_they_are_made(monkeypatch):
+    """That the constructor makes one exchange with its peers; nothing about NCCL, which is not here."""
+    exchanged, nccl = [], MagicMock()
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", nccl, raising=False)
+    monkeypatch.setattr(dist, "ProcessGroup", MagicMock())
+
+    def exchange(links, sends, recvs):
+        exchanged.append(([peer for _, peer in sends], [peer for _, peer in recvs]))
+        for tensor, peer in recvs:
+            tensor.fill_(peer)
+
+    monkeypatch.setattr(NcclLinks, "exchange", exchange)
+    device = Device(torch.device("cpu"), "nccl")
+    NcclLinks(dist.HashStore(), 1, 4, SHORT, device, [0, 3])
+    assert exchanged == [([0, 3], [0, 3])]
+    assert nccl.Options.return_value.config.blocking == 0 and nccl.Options.return_value._timeout == SHORT
 
 
 def test_one_rank_needs_no_links():

@@ -1,13 +1,18 @@
-"""The directory of addresses: many clients, late, absent, wrong and restarted servers, and who is missing."""
+"""The directory of addresses: many clients, late, absent, wrong and restarted servers, who is missing, and who failed."""
 
+import os
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 
 import pytest
 
-from noloco_mega.comm.rendezvous import RendezvousClient, RendezvousServer, RendezvousTimeout
-from tests.harness import run_ranks
+from noloco_mega.comm import directory, rendezvous
+from noloco_mega.comm.rendezvous import RendezvousClient, RendezvousServer, RendezvousTimeout, StartFailed
+from tests.harness import Ranks, run_ranks
 
 SECRET = b"0123456789abcdef0123456789abcdef"
 LIMIT_SECONDS = 30
@@ -25,8 +30,15 @@ def free_port():
         return probe.getsockname()[1]
 
 
-def client(address, timeout_seconds=LIMIT_SECONDS, secret=SECRET, run_id=""):
-    return RendezvousClient(address, secret, timeout_seconds, run_id=run_id)
+def client(address, timeout_seconds=LIMIT_SECONDS, secret=SECRET, **options):
+    return RendezvousClient(address, secret, timeout_seconds, **options)
+
+
+def soon(true):
+    deadline = time.monotonic() + LIMIT_SECONDS
+    while not true():
+        assert time.monotonic() < deadline, "it never happened"
+        time.sleep(0.01)
 
 
 def _meet(rank, directory, address):
@@ -34,7 +46,10 @@ def _meet(rank, directory, address):
     here = client(address)
     time.sleep(0.5 if rank == 3 else 0)
     here.announce("store", rank, 0, {"address": ["127.0.0.1", 1000 + rank]})
-    return here.wait_for("store", [(other, 0) for other in range(4)])
+    found = here.wait_for("store", [(other, 0) for other in range(4)])
+    (directory / f"found_{rank}").touch()
+    soon(lambda: len(list(directory.glob("found_*"))) == 4)  # a process that leaves takes its record along
+    return found
 
 
 def test_processes_find_each_other(tmp_path, server):
@@ -45,9 +60,10 @@ def test_processes_find_each_other(tmp_path, server):
 def test_two_hundred_ranks_meet(server):
     places = [(replica, rank) for replica in range(50) for rank in range(4)]
     found, barrier = {}, threading.Barrier(len(places))
+    clients = {place: client(server.address) for place in places}
 
     def meet(place):
-        here = client(server.address)
+        here = clients[place]
         barrier.wait()
         here.announce("exchange", *place, {"address": ["host", place[0] * 4 + place[1]], "fingerprint": "f" * 64})
         found[place] = here.wait_for("exchange", places)
@@ -61,15 +77,20 @@ def test_two_hundred_ranks_meet(server):
     assert len(found) == len(places) and all(records == expected for records in found.values())
 
 
-def test_topics_are_apart_and_known_shows_what_is_there(server):
+def test_topics_and_runs_are_apart(server):
     here = client(server.address)
     here.announce("store", 0, 0, {"port": 1})
     here.announce("links", 0, 0, {"port": 2})
     here.announce("links", 1, 3, {"port": 3})
     assert here.wait_for("store", [(0, 0)]) == {(0, 0): {"port": 1}}
     assert here.wait_for("links", [(1, 3)]) == {(1, 3): {"port": 3}}
-    assert here.known("links") == {(0, 0): {"port": 2}, (1, 3): {"port": 3}}
-    assert here.known("nothing") == {} and here.wait_for("store", []) == {}
+    assert here.wait_for("store", []) == {}
+    there = client(server.address, run="other")
+    with pytest.raises(RendezvousTimeout):
+        there.wait_for("store", [(0, 0)], timeout_seconds=0.2)
+    there.announce("store", 0, 0, {"port": 9})
+    assert there.wait_for("store", [(0, 0)]) == {(0, 0): {"port": 9}}
+    assert here.wait_for("store", [(0, 0)]) == {(0, 0): {"port": 1}}
 
 
 def test_who_is_missing_is_named_with_the_server_and_the_time(server):
@@ -131,35 +152,137 @@ def test_closing_the_server_ends_serve_forever_and_hurts_no_record_that_was_fetc
         here.wait_for("store", [(0, 0)])
 
 
-def test_a_higher_generation_replaces_and_a_lower_one_is_refused(server):
-    old, new = client(server.address), client(server.address)
-    old.announce("store", 0, 0, {"port": 1, "generation": 4})
-    old.announce("store", 0, 0, {"port": 1, "generation": 4})  # saying it twice changes nothing
-    new.announce("store", 0, 0, {"port": 2, "generation": 5})
-    assert new.wait_for("store", [(0, 0)]) == {(0, 0): {"port": 2, "generation": 5}}
-    with pytest.raises(ValueError, match="generation 6 or higher"):
-        old.announce("store", 0, 0, {"port": 9, "generation": 3})
-    assert new.known("store") == {(0, 0): {"port": 2, "generation": 5}}
+def test_one_place_can_not_be_taken_twice_while_its_holder_lives(server):
+    first, second = client(server.address), client(server.address, timeout_seconds=0.5)
+    first.announce("store", 0, 0, {"port": 1})
+    first.announce("store", 0, 0, {"port": 1})  # saying it twice changes nothing
+    with pytest.raises(ValueError, match=r"replica 0 rank 0 has announced 'store' already.*runs twice"):
+        second.announce("store", 0, 0, {"port": 1})
+    second.announce("store", 1, 0, {"port": 2})
+    assert second.wait_for("store", [(0, 0), (1, 0)]) == {(0, 0): {"port": 1}, (1, 0): {"port": 2}}
 
 
-def test_one_place_can_not_be_taken_twice(server):
-    client(server.address).announce("store", 0, 0, {"port": 1})
-    with pytest.raises(ValueError, match=r"replica 0 rank 0 has announced 'store'.*runs twice"):
-        client(server.address).announce("store", 0, 0, {"port": 2})
+def test_closing_a_client_forgets_its_records_and_no_others(server):
+    first, other, second = client(server.address), client(server.address), client(server.address)
+    first.announce("store", 0, 0, {"port": 1})
+    first.announce("rank", 0, 0, {"port": 11})
+    other.announce("store", 1, 0, {"port": 2})
+    first.close()
+    second.announce("store", 0, 0, {"port": 3})
+    assert second.wait_for("store", [(0, 0), (1, 0)]) == {(0, 0): {"port": 3}, (1, 0): {"port": 2}}
+    with pytest.raises(RendezvousTimeout) as caught:
+        second.wait_for("rank", [(0, 0)], timeout_seconds=0.3)
+    assert caught.value.missing == ((0, 0),)
+    first.announce("rank", 0, 0, {"port": 12})
+    assert second.wait_for("rank", [(0, 0)]) == {(0, 0): {"port": 12}}
 
 
-def test_a_wrong_secret_or_run_says_so_at_once(server):
+def _announce_and_stay(rank, directory, address):
+    here = client(address)
+    here.announce("store", rank, 0, {"address": ["127.0.0.1", os.getpid()]})
+    (directory / f"announced_{rank}").touch()
+    time.sleep(LIMIT_SECONDS)
+
+
+def test_a_killed_process_leaves_its_place_to_the_next_start(tmp_path, server):
+    ranks = Ranks(_announce_and_stay, [0], tmp_path, (server.address,))
+    soon((tmp_path / "announced_0").exists)
+    here = client(server.address)
+    assert here.wait_for("store", [(0, 0)]) == {(0, 0): {"address": ["127.0.0.1", ranks.processes[0].pid]}}
+    os.kill(ranks.processes[0].pid, signal.SIGKILL)
+    here.announce("store", 0, 0, {"address": ["127.0.0.1", 0]})
+    assert here.wait_for("store", [(0, 0)]) == {(0, 0): {"address": ["127.0.0.1", 0]}}
+    ranks.stop()
+
+
+def test_a_lease_that_broke_is_made_again_while_its_client_waits(server):
+    early, late = client(server.address), client(server.address)
+    early.announce("store", 0, 0, {"port": 1})
+    early._lease.interrupt()  # as a network fault does: the client has not closed it
+    soon(lambda: not server._directory._entries)
+    with pytest.raises(RendezvousTimeout):
+        early.wait_for("store", [(2, 0)], timeout_seconds=0.3)
+    assert late.wait_for("store", [(0, 0)]) == {(0, 0): {"port": 1}}
+
+
+def test_a_client_takes_over_from_its_own_lease_that_the_server_still_believes_in(server):
+    here, other = client(server.address), client(server.address)
+    here.announce("store", 0, 0, {"port": 1})
+    silent, here._lease = here._lease, None  # open, and nobody's any more: a host that lost its network looks like that
+    here.announce("rank", 0, 0, {"port": 2})
+    silent.close()
+    soon(lambda: len(server._watch._quiet) == 1)
+    assert other.wait_for("store", [(0, 0)]) == {(0, 0): {"port": 1}}
+
+
+def test_a_failure_ends_every_wait_of_the_run_at_once(server):
+    waiting, others = client(server.address), client(server.address, timeout_seconds=0.3, run="other")
+    failing = client(server.address, place=(1, 3))
+    threading.Timer(0.2, failing.fail, (1, 3, "no GPU here")).start()
+    with pytest.raises(StartFailed, match="replica 1, rank 3 failed at its start: no GPU here"):
+        waiting.wait_for("store", [(0, 0)])
+    failing.close()
+    with pytest.raises(StartFailed, match="no GPU here"):
+        waiting.wait_for("rank", [(0, 0)])
+    with pytest.raises(RendezvousTimeout):
+        others.wait_for("store", [(0, 0)])
+    assert issubclass(StartFailed, ValueError)
+    waiting.announce("store", 0, 0, {})
+    assert waiting.wait_for("store", [(0, 0)]) == {(0, 0): {}}, "what is there is found"
+
+
+def test_a_failure_of_an_earlier_start_is_over_when_its_place_starts_again(server, monkeypatch):
+    monkeypatch.setattr(directory, "RESTART_SECONDS", 0.4)
+    failed = client(server.address, place=(1, 0))
+    assert failed.fail(1, 0, "no GPU here")
+    failed.close()
+    early, hopeful = client(server.address, place=(0, 0)), client(server.address, place=(0, 0))
+    with pytest.raises(RendezvousTimeout):
+        early.wait_for("store", [(1, 0)], timeout_seconds=0.1)  # that place may be starting again as well
+    with pytest.raises(StartFailed):
+        hopeful.wait_for("store", [(1, 0)])  # it did not
+    again = client(server.address, place=(1, 0))
+    again.wait_for("store", [])
+    with pytest.raises(RendezvousTimeout):
+        hopeful.wait_for("store", [(1, 0)], timeout_seconds=0.1)
+
+
+def test_a_failure_is_forgotten_after_a_while(server, monkeypatch):
+    monkeypatch.setattr(directory, "FAILED_SECONDS", 0.1)
+    here = client(server.address)
+    here.fail(1, 0, "no GPU here")
+    time.sleep(0.2)
+    with pytest.raises(RendezvousTimeout):
+        here.wait_for("store", [(1, 0)], timeout_seconds=0.1)
+
+
+def test_failing_where_nobody_listens_is_no_second_failure(monkeypatch):
+    monkeypatch.setattr(rendezvous, "TELL_SECONDS", 0.2)
+    assert not client(("127.0.0.1", free_port())).fail(0, 0, "whatever")
+
+
+def test_hundreds_of_leases_cost_no_thread_each(server):
+    clients = [client(server.address) for _ in range(300)]
+    before = threading.active_count()
+    for replica, each in enumerate(clients):
+        each.announce("store", replica, 0, {"port": replica})
+    soon(lambda: threading.active_count() <= before)
+    expected = {(replica, 0): {"port": replica} for replica in range(300)}
+    assert clients[0].wait_for("store", list(expected)) == expected
+    for each in clients:
+        each.close()
+    soon(lambda: not server._directory._entries)
+
+
+def test_a_wrong_secret_says_so_at_once(server):
     with pytest.raises(ValueError, match="different secret"):
         client(server.address, secret=b"another secret entirely").announce("store", 0, 0, {})
-    with pytest.raises(ValueError, match="serves run '', not 'other'"):
-        client(server.address, run_id="other").wait_for("store", [(0, 0)])
 
 
 @pytest.mark.parametrize(
     ("topic", "replica", "record", "message"),
     [
         ("store", -1, {}, "belongs to"),
-        ("store", 0, {"generation": "new"}, "integer"),
         ("store", 0, [1], "JSON object"),
         ("store", 0, {"text": "x" * 10_000}, "the limit is 8192"),
         ("store", 0, {"bytes": b"x"}, "must be JSON"),
@@ -173,10 +296,39 @@ def test_a_bad_record_is_the_callers_fault(server, topic, replica, record, messa
 def test_a_malformed_request_leaves_the_server_serving(server):
     from noloco_mega.comm.channel import dial
 
-    for request in ({}, {"announce": [1], "wait": [], "seconds": 1, "topic": "x"}, {"announce": 3}):
-        channel = dial(server.address, SECRET, {"kind": "rendezvous", "run_id": ""}, LIMIT_SECONDS)
+    for request in ({}, {"hold": [1], "failed": [], "seconds": 1}, {"hold": [], "failed": 3}, {"find": 3}, {"find": []}):
+        channel = dial(server.address, SECRET, {"kind": "rendezvous"}, LIMIT_SECONDS)
         channel.expire_in(LIMIT_SECONDS)
         channel.send(request)
         assert channel.receive()["kind"] == "refused"
-    dial(server.address, SECRET, {"kind": "rendezvous", "run_id": ""}, LIMIT_SECONDS).close()
+    dial(server.address, SECRET, {"kind": "rendezvous", "place": [1, "x"]}, LIMIT_SECONDS).close()
     client(server.address).announce("store", 0, 0, {})
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_the_command_serves_every_address_until_it_is_interrupted(tmp_path, how):
+    words = ["--host", "0.0.0.0", "--public-host", "localhost", "--address-file", str(tmp_path / "address")]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "noloco_mega", "rendezvous", *words],
+        env={**os.environ, "NOLOCO_SECRET": SECRET.decode()},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        soon((tmp_path / "address").exists)
+        host, port = (tmp_path / "address").read_text().split(":")
+        assert host == "localhost"
+        here = client((host, int(port)))
+        here.announce("store", 0, 0, {"port": 1})
+        assert here.wait_for("store", [(0, 0)]) == {(0, 0): {"port": 1}}
+        process.send_signal(how)
+        output, _ = process.communicate(timeout=LIMIT_SECONDS)
+    finally:
+        process.kill()
+    assert process.returncode == 0 and output == "", output
+
+
+def test_listening_on_every_address_needs_a_name_for_others():
+    with pytest.raises(ValueError, match="public_host"):
+        RendezvousServer(SECRET, "0.0.0.0")

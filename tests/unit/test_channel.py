@@ -253,6 +253,8 @@ def test_dialing_waits_for_a_late_listener_and_names_one_that_never_comes(arriva
         dial(address, SECRET, {"kind": "test"}, LIMIT_SECONDS)
     with pytest.raises(TimeoutError, match=f"could not reach 127.0.0.1:{address[1]} in 0.3 s"):
         dial(address, SECRET, {"kind": "test"}, 0.3, keep_trying=True)
+    with pytest.raises(ConnectionRefusedError, match=f"nobody listens on 127.0.0.1:{address[1]}"):
+        dial(address, SECRET, {"kind": "test"}, 100 * LIMIT_SECONDS, keep_trying=True, refusals_seconds=0.2)
     late = []
 
     def start():
@@ -263,6 +265,20 @@ def test_dialing_waits_for_a_late_listener_and_names_one_that_never_comes(arriva
     assert isinstance(dial(address, SECRET, {"kind": "test"}, LIMIT_SECONDS, keep_trying=True), Channel)
     arrivals.get(timeout=LIMIT_SECONDS)
     late[0].close()
+
+
+def test_refusals_end_the_dialing_and_other_failures_do_not(monkeypatch):
+    answers = [ConnectionRefusedError(), TimeoutError(), OSError(113, "No route to host")]
+    seen = []
+
+    def fail(*_):
+        seen.append(answers[len(seen) % 3])
+        raise seen[-1]
+
+    monkeypatch.setattr("noloco_mega.comm.channel._dial_once", fail)
+    with pytest.raises(TimeoutError, match="could not reach"):
+        dial(("h", 1), SECRET, {"kind": "test"}, 0.8, keep_trying=True, refusals_seconds=0.1)
+    assert len(seen) >= 4, "refused twice, never for long at a stretch"
 
 
 def test_a_server_of_another_kind_is_named():
