@@ -6,9 +6,12 @@ PYTEST := $(BIN)/python -m pytest
 .PHONY: demo demo-short test test-unit lint install clean-demo help
 
 help:
-	@echo "make demo       train a small model with NoLoCo on this machine, 4 replicas of 2 stages"
+	@echo "make demo       train a small model with NoLoCo on this machine, 4 replicas of 2 stages (about 5 minutes)"
+	@echo "make demo-short the same with less training, and its figures checked"
+	@echo "make clean-demo forget the demo's runs"
 	@echo "make test       linters, type checker, unit, multi-process and end-to-end tests (under 8 minutes on 2 cores)"
 	@echo "make test-unit  the tests that start no other process"
+	@echo "make lint       linters and type checker"
 	@echo "make install    the virtual environment alone"
 
 install: $(VENV)/.installed

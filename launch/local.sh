@@ -59,7 +59,8 @@ stop() {
       # One rank of each replica is enough: they agree on a step.
       local rank=
       read -r rank _ 2>/dev/null <"/proc/$launch/task/$launch/children" || true
-      [ -z "$rank" ] || kill -TERM "$rank" 2>/dev/null || true
+      # No rank yet: end the launch itself.
+      kill -TERM "${rank:-$launch}" 2>/dev/null || true
     else
       kill -TERM "$launch" 2>/dev/null || true
     fi

@@ -8,11 +8,12 @@ form on a store of theirs, served by the site's lowest replica and needed only w
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -26,17 +27,27 @@ from noloco_mega.comm.channel import Listener
 from noloco_mega.comm.control import NEVER, StopAgreement
 from noloco_mega.comm.exchange import Exchange
 from noloco_mega.comm.links import LinkBroken, Links, open_links
-from noloco_mega.comm.membership import Peers
-from noloco_mega.comm.rendezvous import RendezvousClient, RendezvousServer
+from noloco_mega.comm.membership import Peers, refuse_differences
+from noloco_mega.comm.rendezvous import Record, RendezvousClient, RendezvousServer, StartFailed
 from noloco_mega.comm.routed_p2p import Circuit, local_circuit, site_circuit
 from noloco_mega.config import Config
 from noloco_mega.grid import Place
 from noloco_mega.plan.routing import RandomRoutes
 from noloco_mega.plan.views import View
 
+CONFIRM_SECONDS = 15.0
+"""How long a stopping replica waits for silent ones: launchers kill what has not ended 30 s after their own SIGTERM."""
+
+
+class ReplicaLost(ConnectionError):  # noqa: N818
+    """Another rank of this replica is gone, and the replica with it; the message says so to the user."""
+
 
 class Connection:
-    """One rank of a run, connected to its replica and, through its site's links, to the routes."""
+    """One rank of a run, from its rendezvous to the run's links.
+
+    `join` brings it into its replica and to its links, `meet` to its twins in the other replicas.
+    """
 
     world: groups.ReplicaWorld
     local: Circuit
@@ -45,114 +56,169 @@ class Connection:
     """What training takes: the site's random routes, or `local`."""
 
     def __init__(self, config: Config, launch: launcher.Launch, place: Place) -> None:
-        """Bring this rank up to its links. Raises ValueError or RendezvousTimeout with what to change."""
+        """Choose the device and find the rendezvous. Raises ValueError with what to change."""
         self._config, self._place, self._host = config, place, launch.host
         self._grid = config.topology.grid()
-        self._leads = self._grid.replica_rank(place) == 0
+        self._rank = self._grid.replica_rank(place)
         self._secret = launcher.secret()
-        device = devices.select(launch.local_rank)
+        self._device = devices.select(launch.local_rank)
+        devices.bound_nccl(config.noloco.link_timeout_seconds)
         _bind_collectives(launch)
         self._server, address = _find_rendezvous(launch, self._grid.rank(place), self._secret, config)
-        self._client = RendezvousClient(address, self._secret, config.noloco.rendezvous_timeout_seconds)
+        self._client = RendezvousClient(
+            address,
+            self._secret,
+            config.noloco.rendezvous_timeout_seconds,
+            run=config.run.name,
+            place=(place.replica, self._rank),
+        )
         self._listener = Listener(self._secret, launch.host)
         self._stopping = StopAgreement(place.replica, self._listener, self._secret, run_id(config))
+        self._met = False
 
+    @contextlib.contextmanager
+    def reporting(self) -> Iterator[None]:
+        """Around everything that a rank does: its failure before the replicas have met ends the others' wait, and a
+        collective that fails later, because a sibling is gone, raises ReplicaLost."""
+        try:
+            yield
+        except StartFailed:
+            raise
+        except (ValueError, OSError) as error:
+            if not self._met:
+                self._client.fail(self._place.replica, self._rank, str(error))
+            raise
+        except (RuntimeError, LinkBroken) as error:
+            if isinstance(error, LinkBroken | dist.DistError) or any(w in str(error) for w in ("gloo", "NCCL")):
+                raise ReplicaLost(
+                    f"replica {self._place.replica} has lost one of its ranks (that rank's own output says why) and "
+                    f"cannot go on; the other replicas can. This rank saw: {str(error).splitlines()[0]}"
+                ) from error
+            raise
+
+    def join(self) -> None:
+        """Wait for all ranks of the run, and connect to the own replica and to the site's links.
+
+        Raises ValueError where ranks were started with different configurations, RendezvousTimeout naming those that
+        did not come, StartFailed as soon as one of them says so, ConnectionError if links can't be made.
+        """
+        config, place, grid = self._config, self._place, self._grid
+        self._started = self._gather_starts()
         timeout = timedelta(seconds=config.noloco.link_timeout_seconds)
-        store = self._store("store", place.replica, serves=self._leads)
+        store = self._store("store", place.replica, serves=self._rank == 0)
         # A rank may enter a collective while a sibling still waits for a link: that wait must end first.
-        self.world = groups.start_replica(self._grid, place, device, store, 2 * timeout)
-        self._refuse_other_settings()
+        self.world = groups.start_replica(grid, place, self._device, store, 2 * timeout)
         column = f"links {place.data} {place.tensor}"
         # Each link group forms on a store of its own, never on the world's: see comm/links.py.
         local_store = self._store(f"local {column}", place.replica, serves=place.stage == 0)
-        self.local = self.circuit = local_circuit(self._links(local_store, place.stage, self._grid.stages, timeout))
+        beside = [stage for stage in (place.stage - 1, place.stage + 1) if 0 <= stage < grid.stages]
+        self.local = self.circuit = local_circuit(self._links(local_store, place.stage, grid.stages, timeout, beside))
         site = config.topology.site_of(place.replica)
-        if config.noloco.routing == "random" and len(site) > 1 and self._grid.stages > 1:
+        if config.noloco.routing == "random" and len(site) > 1 and grid.stages > 1:
             site_store = self._store(column, site[0], serves=place.replica == site[0] and place.stage == 0)
-            rank = site.index(place.replica) * self._grid.stages + place.stage
-            links = self._links(site_store, rank, len(site) * self._grid.stages, timeout)
-            self.circuit = site_circuit(RandomRoutes(config.noloco.seed, site), links, site, self._grid.stages)
+            rank = site.index(place.replica) * grid.stages + place.stage
+            peers = [position * grid.stages + stage for position in range(len(site)) for stage in beside]
+            links = self._links(site_store, rank, len(site) * grid.stages, timeout, peers)
+            self.circuit = site_circuit(RandomRoutes(config.noloco.seed, site), links, site, grid.stages)
 
-    def _links(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> Links:
-        try:
-            return open_links(self.world.device, store, rank, size, timeout, self._host)
-        except LinkBroken as error:
-            raise ConnectionError(str(error)) from error
-
-    def _refuse_other_settings(self) -> None:
-        """Raise ValueError on a rank whose config differs from its replica's leader's in anything but `data` paths.
-
-        Ranks of one replica must agree even on when to log: their sums are collective.
-        """
-        settings = self._config.to_json() | {"data": None}
-        mine = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
-        if self._leads:
-            self.world.store.set("noloco_mega/config", mine)
-        if self.world.store.get("noloco_mega/config").decode() != mine:
+    def _gather_starts(self) -> dict[tuple[int, int], Record]:
+        """Everybody's address and settings, compared before anything is built on them."""
+        settings = json.dumps(self._config.to_json() | {"data": None}, sort_keys=True)
+        record = {
+            "address": list(self._listener.address),
+            "config": run_id(self._config),
+            "settings": hashlib.sha256(settings.encode()).hexdigest(),
+        }
+        self._client.announce("start", self._place.replica, self._rank, record)
+        everybody = [
+            (replica, rank) for replica in range(self._grid.replicas) for rank in range(self._grid.replica_size)
+        ]
+        records = self._client.wait_for("start", everybody)
+        refuse_differences(
+            self._place.replica, record, {replica: records[(replica, self._rank)] for replica, _ in everybody}
+        )
+        if any(
+            records[(self._place.replica, rank)]["settings"] != record["settings"]
+            for rank in range(self._grid.replica_size)
+        ):
             raise ValueError(
                 f"the ranks of replica {self._place.replica} were started with different configurations: give all of "
                 "them the same file and the same --set"
             )
+        return records
+
+    def _links(self, store: dist.Store, rank: int, size: int, timeout: timedelta, peers: Sequence[int]) -> Links:
+        try:
+            return open_links(self._device, store, rank, size, timeout, self._host, peers)
+        except LinkBroken as error:
+            raise ConnectionError(str(error)) from error
 
     def meet(self, theta0: str, data: str, view_log: list[View]) -> Peers:
-        """Learn the addresses of this rank's twins and compare what must be equal.
+        """Compare with this rank's twins what must be equal, and get ready to exchange with them.
 
         `theta0` and `data` are the hashes of this rank's initial weights and of its token files. Raises ValueError
-        naming a replica whose own, or whose configuration, differ, RendezvousTimeout naming those that did not come.
+        naming a replica whose own differ, otherwise as `join`.
         """
-        place, rank = self._place, self._grid.replica_rank(self._place)
-        hashes = {"config": run_id(self._config), "data": data, "theta0": theta0}
-        record = {"address": list(self._listener.address), **hashes}
-        self._client.announce("rank", place.replica, rank, record)
-        records = self._client.wait_for("rank", [(replica, rank) for replica in range(self._grid.replicas)])
-        twins = {replica: records[(replica, rank)] for replica in range(self._grid.replicas)}
-        refuse_differences(place.replica, record, twins)
+        place, twins = self._place, [(replica, self._rank) for replica in range(self._grid.replicas)]
+        record = {"data": data, "theta0": theta0}
+        self._client.announce("ready", place.replica, self._rank, record)
+        records = self._client.wait_for("ready", twins)
+        refuse_differences(place.replica, record, {replica: records[(replica, self._rank)] for replica, _ in twins})
+        self._met = True
         addresses = {
-            replica: (str(twin["address"][0]), int(twin["address"][1]))
-            for replica, twin in twins.items()
+            replica: (
+                str(self._started[(replica, rank)]["address"][0]),
+                int(self._started[(replica, rank)]["address"][1]),
+            )
+            for replica, rank in twins
             if replica != place.replica
         }
         self._stopping.connect(addresses)
         exchange = Exchange(
             replica=place.replica,
-            rank=rank,
+            rank=self._rank,
             listener=self._listener,
             secret=self._secret,
             run_id=run_id(self._config),
             fingerprint=theta0,
         )
-        return Peers(place.replica, view_log, addresses, exchange, self.world.replica, self.world.device.device)
+        return Peers(
+            place.replica,
+            view_log,
+            addresses,
+            exchange,
+            self.world.replica,
+            self.world.device.device,
+            (self._listener, self._client),
+        )
 
     def leave_routes(self) -> None:
         """From now on identity routes: a routed link of this replica broke.
 
-        Closing the links tells the neighbours at once, which would otherwise wait until their own timeout. Raises
-        RuntimeError where the broken links were the replica's own: then a rank of it is gone, and so is the replica.
+        Raises LinkBroken where the broken links were the replica's own: then a rank of it is gone, and so is the
+        replica.
         """
         if self.circuit is self.local:
-            raise RuntimeError(
-                f"replica {self._place.replica} has lost one of its own ranks and cannot go on; the other replicas can"
-            )
+            raise LinkBroken("a link between stages of the same replica broke")
         self.circuit.links.close()
         self.circuit = self.local
 
     def stop_step(self, step: int) -> int:
         """For `Peers.agree` in inner step `step`: the step to stop at as the replica's leader knows it, else NEVER."""
-        return self._stopping.decide(step) if self._leads else NEVER
+        return self._stopping.decide(step) if self._rank == 0 else NEVER
 
     def propose_stop(self, step: int) -> None:
         """Somebody in this replica was asked to stop; `step` inner steps are done."""
-        if self._leads:
+        if self._rank == 0:
             self._stopping.propose(step)
 
     def confirm_stop(self, step: int) -> bool:
         """For `Peers.agree` at stop step `step`: whether all replicas stop here, as the replica's leader knows."""
-        return not self._leads or self._stopping.confirm(step, self._config.noloco.exchange_deadline_seconds)
+        return self._rank != 0 or self._stopping.confirm(step, CONFIRM_SECONDS)
 
     def close(self) -> None:
         self.circuit.links.close()
         self.local.links.close()
-        self._listener.close()
         groups.stop_replica()
         if self._server is not None:
             self._server.close()
@@ -184,20 +250,6 @@ def run_id(config: Config) -> str:
     settings["run"] = {key: settings["run"][key] for key in ("name", "seed", "steps")}
     settings.pop("data")  # paths may differ between sites; what they hold is compared when replicas meet
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:32]
-
-
-def refuse_differences(replica: int, own: Mapping[str, Any], twins: Mapping[int, Mapping[str, Any]]) -> None:
-    """Raise ValueError naming the replicas whose configuration, data or initial weights differ from `replica`'s own."""
-    complaints = {
-        "config": "another configuration (compare their config files: only paths and logging may differ)",
-        "data": "other token files (the last stage reads a sample that another replica's first stage has read)",
-        "theta0": "other initial weights (same versions of torch and noloco_mega everywhere?)",
-    }
-    for key, complaint in complaints.items():
-        others = [other for other, twin in twins.items() if twin[key] != own[key]]
-        if others:
-            names = ", ".join(map(str, others))
-            raise ValueError(f"replica {replica} and replica {names} do not belong together: {complaint}")
 
 
 def _bind_collectives(launch: launcher.Launch) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import resource
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,6 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     rendezvous = commands.add_parser("rendezvous", help="serve the directory of addresses until interrupted")
     rendezvous.add_argument("--host", default=launcher.LOOPBACK, help="address to listen on (default: %(default)s)")
+    rendezvous.add_argument("--public-host", help="the name others dial, where --host is a wildcard such as 0.0.0.0")
     rendezvous.add_argument("--port", type=int, default=0, help="port to listen on (default: any free one)")
     rendezvous.add_argument("--address-file", type=Path, help="write HOST:PORT here once it listens")
     rendezvous.set_defaults(command=_rendezvous)
@@ -44,15 +47,24 @@ def _train(arguments: argparse.Namespace) -> None:
 def _rendezvous(arguments: argparse.Namespace) -> None:
     from noloco_mega.comm.rendezvous import RendezvousServer
 
-    server = RendezvousServer(launcher.secret(), arguments.host, arguments.port)
-    address = "{}:{}".format(*server.address)
-    if arguments.address_file:
-        draft = arguments.address_file.with_name(arguments.address_file.name + ".draft")
-        draft.write_text(address)
-        draft.rename(arguments.address_file)
-    else:
-        print(f"rendezvous at {address}", flush=True)
-    server.serve_forever()
+    # Every rank keeps a connection open: more than the usual 1024 in a large run.
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    server = RendezvousServer(launcher.secret(), arguments.host, arguments.port, public_host=arguments.public_host)
+    try:
+        address = "{}:{}".format(*server.address)
+        if arguments.address_file:
+            draft = arguments.address_file.with_name(arguments.address_file.name + ".draft")
+            draft.write_text(address)
+            draft.rename(arguments.address_file)
+        else:
+            print(f"rendezvous at {address}, secret from {launcher.secret_source()}", flush=True)
+        server.serve_forever()
+    except KeyboardInterrupt:
+        pass  # how it is meant to end
+    finally:
+        server.close()
 
 
 def _sizes(arguments: argparse.Namespace) -> None:

@@ -19,6 +19,7 @@ which the spread of all replicas follows.
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -59,6 +60,8 @@ class Journal:
         self._losses: list[StepLoss] = []
         self._val_loss: float | None = None
         self._missed: set[int] = set()
+        self._unwritable = False
+        self._skipping = False
         self._since = time.monotonic()
         self._logged_step = 0
 
@@ -103,6 +106,9 @@ class Journal:
         """Inner step number `step` is done, with the outer step and the evaluation that may follow it."""
         if loss is not None:
             self._losses.append(loss)
+        if not math.isfinite(grad_norm) and not self._skipping and self._leads:
+            self.warn(f"inner step {step}: the gradient is not finite; such steps change no weight")
+        self._skipping = not math.isfinite(grad_norm)
         exchanged = outer.optimizer.due(step) and outer.last_report is not None
         if not (step % self._config.run.log_every == 0 or exchanged or last or self._val_loss is not None):
             return
@@ -127,6 +133,11 @@ class Journal:
     def warn(self, text: str) -> None:
         """Tell the user of something that went wrong and was dealt with."""
         print(f"replica {self._place.replica}, stage {self._place.stage}: {text}", file=sys.stderr, flush=True)
+
+    def tell(self, text: str) -> None:
+        """Tell the user, once per replica, how far it is."""
+        if self._leads:
+            print(f"replica {self._place.replica}: {text}", flush=True)
 
     def close(self) -> None:
         self._trackers.close()
@@ -160,8 +171,16 @@ class Journal:
 
     def _log(self, step: int, row: dict[str, Any]) -> None:
         whole = {"step": step, "replica": self._place.replica, **row, "val_loss": self._val_loss}
-        self._trackers.log(dict.fromkeys(COLUMNS) | whole)
         self._val_loss = None
+        try:
+            self._trackers.log(dict.fromkeys(COLUMNS) | whole)
+        except OSError as error:
+            # A full disk must not end weeks of training.
+            if not self._unwritable:
+                self.warn(f"rows are lost from step {step} on, until {self.folder} can be written again: {error}")
+            self._unwritable = True
+        else:
+            self._unwritable = False
 
 
 def _sum_and_count(losses: list[StepLoss]) -> tuple[float, float]:

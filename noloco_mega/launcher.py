@@ -144,8 +144,8 @@ def secret(environ: Mapping[str, str] = os.environ) -> bytes:
     """
     if "NOLOCO_SECRET" in environ or "NOLOCO_SECRET_FILE" in environ:
         return read_secret(environ)
-    home = Path(environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "noloco_mega"
-    path = home / "secret"
+    path = _own_secret(environ)
+    home = path.parent
     if not path.exists():
         home.mkdir(parents=True, exist_ok=True)
         draft = home / f"secret.{os.getpid()}.{secrets.token_hex(4)}"
@@ -158,6 +158,17 @@ def secret(environ: Mapping[str, str] = os.environ) -> bytes:
         finally:
             draft.unlink()
     return read_secret({"NOLOCO_SECRET_FILE": str(path)})
+
+
+def secret_source(environ: Mapping[str, str] = os.environ) -> str:
+    """Where `secret` reads it, for messages."""
+    if "NOLOCO_SECRET" in environ:
+        return "NOLOCO_SECRET"
+    return environ.get("NOLOCO_SECRET_FILE") or str(_own_secret(environ))
+
+
+def _own_secret(environ: Mapping[str, str]) -> Path:
+    return Path(environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "noloco_mega" / "secret"
 
 
 def _integer(environ: Mapping[str, str], name: str) -> int:

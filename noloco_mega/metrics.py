@@ -15,9 +15,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import Progress, TextColumn
 
 Row = Mapping[str, Any]
+
+ORDER = ("loss", "val_loss", "spread", "speed", "left")
+"""Of the parts of the progress line."""
 
 
 class Tracker(Protocol):
@@ -31,20 +34,34 @@ class Tracker(Protocol):
 class JsonLines:
     """Appends rows to one file that all replicas share.
 
-    Each row is one write under a lock on the file, so rows of several replicas never mix, also on a network file
-    system that supports POSIX locks.
+    Each row is one write to the end of the file, under a lock where one can be had at once or soon: rows of several
+    replicas never mix, also on a network file system that supports POSIX locks, and a process that was suspended
+    while it held the lock holds nobody.
     """
+
+    LOCK_SECONDS = 1.0
 
     def __init__(self, path: Path) -> None:
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - lives as long as the run
 
     def log(self, row: Row) -> None:
         line = json.dumps({key: _plain(value) for key, value in row.items()}) + "\n"
-        fcntl.lockf(self._file, fcntl.LOCK_EX)
+        locked = self._lock()
         try:
             self._file.write(line.encode())
         finally:
-            fcntl.lockf(self._file, fcntl.LOCK_UN)
+            if locked:
+                fcntl.lockf(self._file, fcntl.LOCK_UN)
+
+    def _lock(self) -> bool:
+        deadline = time.monotonic() + self.LOCK_SECONDS
+        while time.monotonic() < deadline:
+            try:
+                fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return True
+            except BlockingIOError:
+                time.sleep(0.005)
+        return False
 
     def close(self) -> None:
         self._file.close()
@@ -68,7 +85,10 @@ class TensorBoard:
 
 
 class ProgressLine:
-    """One live line: step, loss, tokens per second, time left. Off a terminal: a plain line every few seconds."""
+    """One live line: step, loss, speed, time left. Off a terminal: a plain line every few seconds.
+
+    Losses and spread are those of the replica that writes; tokens/s is its own speed times the number of replicas.
+    """
 
     PLAIN_SECONDS = 5.0
 
@@ -76,14 +96,12 @@ class ProgressLine:
         self._console = Console()
         self._steps = steps
         self._replicas = replicas
-        self._began = time.monotonic()
+        self._began: float | None = None
         self._printed = -math.inf
         self._shown: dict[str, str] = {}
         self._live = Progress(
             TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
-            BarColumn(),
             TextColumn("{task.description}"),
-            TimeRemainingColumn(),
             console=self._console,
             disable=not self._console.is_terminal,
         )
@@ -91,21 +109,27 @@ class ProgressLine:
         self._live.start()
 
     def log(self, row: Row) -> None:
-        """`tokens_per_second` of a row is the replica's own; the line shows the whole run's."""
-        for key, form in {"loss": "loss {:.4f}", "val_loss": "val_loss {:.4f}", "spread": "spread {:.4f}"}.items():
-            if row.get(key) is not None:
-                self._shown[key] = form.format(row[key])
+        step, now = row["step"], time.monotonic()
+        if self._began is None:
+            self._began = now  # the row of the start, which follows the first evaluation
+        if row.get("loss") is not None:
+            self._shown["loss"] = f"loss {row['loss']:.3f}"
+        if row.get("val_loss") is not None:
+            self._shown["val_loss"] = f"val {row['val_loss']:.3f} @{step}"
+        if row.get("spread") is not None:
+            self._shown["spread"] = f"spread {row['spread']:.3f}"
         if row.get("tokens_per_second") is not None:
-            self._shown["tokens_per_second"] = f"{row['tokens_per_second'] * self._replicas:,.0f} tokens/s"
-        text = "  ".join(self._shown.values())
-        self._live.update(self._task, completed=row["step"], description=text)
-        now = time.monotonic()
-        due = now - self._printed >= self.PLAIN_SECONDS or row["step"] == self._steps
-        if not self._console.is_terminal and due:
+            self._shown["speed"] = f"{row['tokens_per_second'] * self._replicas:,.0f} tokens/s"
+        if 0 < step < self._steps:
+            self._shown["left"] = f"{(now - self._began) / step * (self._steps - step):,.0f} s left"
+        else:
+            self._shown.pop("left", None)
+        text = "  ".join(self._shown[key] for key in ORDER if key in self._shown)
+        self._live.update(self._task, completed=step, description=text)
+        if not self._console.is_terminal and (now - self._printed >= self.PLAIN_SECONDS or step == self._steps):
             self._printed = now
-            left = (now - self._began) / max(row["step"], 1) * (self._steps - row["step"])
             # One write with its newline: launchers pass on pieces of lines as they come.
-            self._console.file.write(f"step {row['step']}/{self._steps}  {text}  {left:,.0f} s left\n")
+            self._console.file.write(f"step {step}/{self._steps}  {text}\n")
             self._console.file.flush()
 
     def close(self) -> None:

@@ -11,6 +11,9 @@ import warnings
 # megatron-core: which optional CUDA packages are absent, and a default of its own that it calls deprecated.
 MEGATRON = ("Apex is not installed", "Transformer Engine and Apex are not installed", "full scope is deprecated")
 
+# torch, on megatron-core's and DeepSpeed's behalf: names that they will have to change.
+TORCH = (r".*torch\.distributed\._(all_gather|reduce_scatter)_base.*", r".*all_gather_into_tensor.*deprecated.*")
+
 # DeepSpeed: that there is no GPU, and a learning rate read before the first step, which is 0 as it should be.
 DEEPSPEED = (
     "Setting accelerator to CPU",
@@ -27,4 +30,6 @@ def expected() -> None:
     """Drop exactly these warnings, in this process."""
     for message in MEGATRON:
         warnings.filterwarnings("ignore", message=message, category=UserWarning)
+    for message in TORCH:
+        warnings.filterwarnings("ignore", message=message, category=FutureWarning)
     logging.getLogger("DeepSpeed").addFilter(_Expected())

@@ -22,6 +22,7 @@ from typing import Any
 from noloco_mega.grid import Grid, Place
 
 PRELOAD = [
+    "noloco_mega",
     "torch",
     "torch.distributed",
     "deepspeed",
@@ -30,7 +31,8 @@ PRELOAD = [
     "megatron.core.models.gpt.gpt_layer_specs",
     "megatron.core.pipeline_parallel.schedules",
     "megatron.core.datasets.gpt_dataset",
-    "noloco_mega.comm.groups",
+    "noloco_mega.pipeline",
+    "noloco_mega.bootstrap",
 ]
 
 _context = multiprocessing.get_context("forkserver")

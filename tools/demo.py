@@ -127,32 +127,32 @@ def report(config: configs.Config) -> dict[str, Any]:
     first = rows[0]["val_loss"]
     print(f"  mean of their weights     {first:.4f} -> {evaluation['mean_of_weights']:.4f}")
     outer = [row for row in rows if row["exchange_bytes"] is not None]
-    before, after = spreads(folder)
+    before, after = deviations(folder)
     figures = {
         "worst_val_loss": max(last.values()),
         "bound": 0.6 * math.log(config.model.vocab_size),
         "outer_steps": max(row["outer_step"] for row in outer),
         "exchange_bytes": sum(row["exchange_bytes"] for row in outer),
         "missed": sum(row["missed"] for row in outer),
-        "spread_falls": float(np.mean(after < before)),
-        "final_spread": evaluation["spread"],
+        "deviation_falls": float(np.mean(after < before)),
+        "final_deviation": evaluation["deviation"],
     }
-    print(f"\n60 % of ln(vocabulary)      {figures['bound']:.4f}")
+    print(f"\n60 % of ln(vocabulary)      {figures['bound']:.4f} (every replica should end below)")
     print(
         f"outer steps                 {figures['outer_steps']}, {figures['missed']} exchanges missed, "
         f"{figures['exchange_bytes'] / 1e6:,.1f} MB of outer state sent by all replicas"
     )
     print(
-        f"spread of the weights       falls at {figures['spread_falls']:.0%} of the outer steps, "
-        f"on average from {before.mean():.4f} to {after.mean():.4f}; at the end {figures['final_spread']:.4f}"
+        f"deviation from the mean     falls at {figures['deviation_falls']:.0%} of the outer steps, "
+        f"on average from {before.mean():.4f} to {after.mean():.4f}; at the end {figures['final_deviation']:.4f}"
     )
     return figures
 
 
-def spreads(folder: Path) -> tuple[np.ndarray, np.ndarray]:
-    """The replicas' spread right before and right after each outer step: float [outer steps] each.
+def deviations(folder: Path) -> tuple[np.ndarray, np.ndarray]:
+    """How far the replicas are apart right before and right after each outer step: float [outer steps] each.
 
-    Spread is sqrt(mean_i ‖θ_i − θ̄‖²) / ‖θ̄‖ over the weights that each replica's probe.jsonl samples.
+    sqrt(mean_i ‖θ_i − θ̄‖²) / ‖θ̄‖ over the weights that each replica's probe.jsonl samples.
     """
     probes = [read_rows(path) for path in sorted(folder.glob("replica_*/probe.jsonl"))]
     answer = []
@@ -178,8 +178,10 @@ def check(config: configs.Config, figures: dict[str, Any], parameters: int) -> N
             f"{figures['exchange_bytes']} bytes sent, not 4 · {parameters} parameters · {figures['outer_steps']} outer "
             f"steps · {replicas} replicas = {expected_bytes}"
         )
-    if figures["spread_falls"] < 0.9:
-        wrong.append(f"the spread fell at only {figures['spread_falls']:.0%} of the outer steps")
+    if figures["deviation_falls"] < 0.9:
+        wrong.append(
+            f"the replicas' deviation from their mean fell at only {figures['deviation_falls']:.0%} of the outer steps"
+        )
     if wrong:
         raise ValueError("the demo's figures are wrong: " + "; ".join(wrong))
     print("\nall figures as they should be")

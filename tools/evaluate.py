@@ -53,26 +53,28 @@ def run(arguments: argparse.Namespace) -> None:
     result: dict[str, Any] = {
         "replicas": {w.manifest["replica"]: loss_of(config, loader, w.tensor) for w in replicas},
         "mean_of_weights": loss_of(config, loader, lambda name: mean_tensor(replicas, name)),
-        "spread": spread(replicas),
+        "deviation": deviation(replicas),
     }
+    steps = sorted({w.manifest["step"] for w in replicas})
+    print(f"weights after step {', '.join(map(str, steps))} of {config.run.steps}")
     for replica, loss in result["replicas"].items():
         print(f"replica {replica}: validation loss {loss:.4f} (perplexity {math.exp(loss):.2f})")
     loss = result["mean_of_weights"]
     print(f"mean of the {len(replicas)} replicas' weights: {loss:.4f} (perplexity {math.exp(loss):.2f})")
-    print(f"spread of the weights: {result['spread']:.4f}")
+    print(f"deviation of the replicas' weights from their mean: {result['deviation']:.4f}")
     if arguments.json:
         write_json(arguments.json, result)
 
 
-def spread(replicas: list[Weights]) -> float:
+def deviation(replicas: list[Weights]) -> float:
     """sqrt(mean_i ‖θ_i − θ̄‖²) / ‖θ̄‖ over all parameters; 0 for one replica."""
-    deviation = norm = 0.0
+    squares = norm = 0.0
     for name in replicas[0].names:
         parts = torch.stack([weights.tensor(name).float() for weights in replicas]).double()
         mean = parts.mean(0)
-        deviation += float((parts - mean).square().sum()) / len(replicas)
+        squares += float((parts - mean).square().sum()) / len(replicas)
         norm += float(mean.square().sum())
-    return math.sqrt(deviation / norm)
+    return math.sqrt(squares / norm)
 
 
 def main() -> int:

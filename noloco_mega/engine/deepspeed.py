@@ -12,6 +12,8 @@ The learning rate is a function of the run's own step: `set_learning_rate(engine
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -87,12 +89,14 @@ def build_engine(model: torch.nn.Module, config: Config, world: ReplicaWorld) ->
     """
     settings = engine_settings(config, world.device)
     _prepare_process(world.device)
-    engine, *_ = deepspeed.initialize(
-        model=model,
-        model_parameters=[p for p in model.parameters() if p.requires_grad],
-        config=settings,
-        mpu=ModelParallelUnit(world),
-    )
+    # Its bf16 optimizer prints a dozen blocks about memory while it is built, whatever the log level.
+    with contextlib.redirect_stdout(io.StringIO()):
+        engine, *_ = deepspeed.initialize(
+            model=model,
+            model_parameters=[p for p in model.parameters() if p.requires_grad],
+            config=settings,
+            mpu=ModelParallelUnit(world),
+        )
     Masters(engine)
     return engine
 

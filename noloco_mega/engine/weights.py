@@ -8,6 +8,7 @@ for bf16 weights with fp32 gradient accumulation, DeepSpeedZeroOptimizer for all
 
 from __future__ import annotations
 
+import hashlib
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -118,3 +119,13 @@ def _refuse_other_engines(engine: DeepSpeedEngine) -> None:
             f"this engine keeps its masters in {', '.join(sorted(map(str, dtypes)))}, but the outer step needs fp32: "
             'remove "bf16_master_weights_and_grads" or "fp16_master_weights_and_grads"'
         )
+
+
+def fingerprint(model: torch.nn.Module) -> str:
+    """SHA-256 over the names and bytes of a rank's parameters; twins of different replicas compare it at the start."""
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        data = parameter.detach().cpu().contiguous()
+        digest.update(f"{name}:{data.dtype}:{tuple(data.shape)};".encode())
+        digest.update(data.view(torch.uint8).numpy().data)
+    return digest.hexdigest()

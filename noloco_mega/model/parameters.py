@@ -8,7 +8,6 @@ Every parameter has a *global name* (its local name with the layer counted over 
 
 from __future__ import annotations
 
-import hashlib
 import math
 import re
 from collections.abc import Iterator
@@ -203,13 +202,3 @@ def _sine_of_quarter(part: np.ndarray) -> np.ndarray:
     for power in range(22, 0, -2):
         series = 1.0 - series * square / (power * (power + 1))
     return x * series
-
-
-def fingerprint(model: torch.nn.Module) -> str:
-    """SHA-256 over the names and bytes of a rank's parameters; twins of different replicas compare it at the start."""
-    digest = hashlib.sha256()
-    for name, parameter in model.named_parameters():
-        data = parameter.detach().cpu().contiguous()
-        digest.update(f"{name}:{data.dtype}:{tuple(data.shape)};".encode())
-        digest.update(data.view(torch.uint8).numpy().data)
-    return digest.hexdigest()

@@ -21,6 +21,7 @@ def _keys(place, directory, raw, address):
         NOLOCO_SECRET=SECRET,
     )  # fmt: skip
     connection = Connection(config, launcher.read(), place)
+    connection.join()
     store = connection.world.store
     store.set(f"written by replica {place.replica} stage {place.stage}", "x")
     connection.world.replica.barrier().wait()

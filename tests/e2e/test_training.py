@@ -11,8 +11,11 @@ import pytest
 
 from noloco_mega import config as configs
 from noloco_mega.checkpoint import Weights, mean_tensor
-from tests.e2e.runs import launched, rows_of, run, values
-from tools.evaluate import spread
+from noloco_mega.comm.rendezvous import RendezvousServer
+from noloco_mega.grid import Place
+from tests.e2e.runs import SECRET, launched, rows_of, run, train_rank, values
+from tests.harness import Ranks
+from tools.evaluate import deviation
 
 
 def weights(raw):
@@ -33,7 +36,7 @@ def wait_for_step(raw, step, ranks, limit_seconds=90):
 
 
 def test_noloco_against_local_on_the_same_tokens(tiny, tmp_path):
-    """Rows, bytes and weights of a run; and a final spread of at most half of what replicas get alone."""
+    """Rows, bytes and weights of a run; and a final deviation of at most half of what replicas get alone."""
     noloco = tiny(run__name="noloco", run__steps=40, run__eval_every=20, noloco__inner_steps=4)
     local = tiny(run__name="local", run__steps=40, noloco__inner_steps=4, noloco__optimizer="local")
     rows = run(noloco, tmp_path)
@@ -63,7 +66,7 @@ def test_noloco_against_local_on_the_same_tokens(tiny, tmp_path):
     assert values(rows, "val_loss", 0)[-1] < values(rows, "val_loss", 0)[0] - 0.5
     first = {row["val_loss"] for row in rows if row["step"] == 0}
     assert len(first) == 1, "replicas that start equal evaluate equally"
-    assert spread(finals) < 0.5 * spread(weights(local))
+    assert deviation(finals) < 0.5 * deviation(weights(local))
 
     probes = [
         [
@@ -72,7 +75,7 @@ def test_noloco_against_local_on_the_same_tokens(tiny, tmp_path):
         ]
         for r in range(4)
     ]
-    # [replicas, outer steps, sampled weights] -> spread at each outer step
+    # [replicas, outer steps, sampled weights] -> deviation at each outer step
     before, after = (
         np.linalg.norm(np.array([[row[when] for row in rows] for rows in probes]).std(0), axis=-1)
         for when in ("before", "after")
@@ -173,3 +176,62 @@ def test_bf16_follows_fp32(tiny, tmp_path):
     bf16 = run(tiny(run__name="bf16", bf16={"enabled": True}, **common), tmp_path)
     np.testing.assert_allclose(values(bf16, "loss"), values(fp32, "loss"), rtol=0.03)
     assert values(bf16, "val_loss", 0)[-1] < values(bf16, "val_loss", 0)[0] - 0.3
+
+
+def test_a_signal_at_any_time_after_the_start_saves_the_weights(tiny, tmp_path):
+    """While the first evaluation runs, and right before the last step: the run ends with all weights on disk."""
+    for name, steps, at in (("early", 100_000, 0), ("late", 25, 23)):
+        raw = tiny(run__name=name, run__steps=steps, topology={"replicas": 2, "stages": 2}, run__eval_microbatches=16)
+        path = configs.parse(raw).output / "metrics.jsonl"
+        with launched(raw, tmp_path) as ranks:
+            deadline = time.monotonic() + 90
+            while not (path.exists() and (at == 0 or any(row["step"] >= at for row in rows_of(raw)))):
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            os.kill(ranks.processes[1].pid, signal.SIGTERM)
+            ranks.wait(90)
+        steps = {w.manifest["step"] for w in weights(raw)}
+        assert len(weights(raw)) == 2 and len(steps) == 1 and max(steps) <= 25
+        assert {row["step"] for row in rows_of(raw) if row["loss"] is not None} >= steps, "the last step has its row"
+
+
+def test_a_full_disk_does_not_end_training(tiny, tmp_path):
+    raw = tiny(run__steps=6, topology={"replicas": 2, "stages": 1})
+    output = configs.parse(raw).output
+    output.mkdir(parents=True)
+    (output / "metrics.jsonl").symlink_to("/dev/full")
+    with launched(raw, tmp_path) as ranks:
+        ranks.wait(90)
+    assert {w.manifest["step"] for w in weights(raw)} == {6}
+
+
+def test_replicas_of_different_topologies_refuse_each_other_at_once(tiny, tmp_path):
+    """Long before the timeouts, and with the reason, though one of them waits for a replica that will never come."""
+    one = tiny(topology={"replicas": 2, "stages": 1}, noloco__rendezvous_timeout_seconds=60.0)
+    other = tiny(topology={"replicas": 3, "stages": 1}, noloco__rendezvous_timeout_seconds=60.0)
+    server = RendezvousServer(SECRET.encode())
+    address = "{}:{}".format(*server.address)
+    try:
+        first = Ranks(train_rank, [Place(0, 0, 0, 0)], tmp_path, (one, address))
+        second = Ranks(train_rank, [Place(1, 0, 0, 0)], tmp_path, (other, address))
+        for ranks in (first, second):
+            with pytest.raises(AssertionError, match="do not belong together: another configuration"):
+                ranks.wait(50)
+    finally:
+        server.close()
+
+
+def test_one_rendezvous_serves_one_start_after_another(tiny, tmp_path):
+    server = RendezvousServer(SECRET.encode())
+    address = "{}:{}".format(*server.address)
+    try:
+        for name in ("first", "second", "first"):
+            raw = tiny(run__name=name, run__steps=2, topology={"replicas": 2, "stages": 2})
+            ranks = Ranks(train_rank, list(configs.parse(raw).topology.grid().places()), tmp_path, (raw, address))
+            if name == "first" and (tmp_path / "first" / "replica_00").exists():
+                with pytest.raises(AssertionError, match="holds an earlier run"):
+                    ranks.wait(60)
+            else:
+                ranks.wait(60)
+    finally:
+        server.close()

@@ -2,7 +2,8 @@
 
 import pytest
 
-from noloco_mega.bootstrap import refuse_differences, run_id
+from noloco_mega.bootstrap import run_id
+from noloco_mega.comm.membership import refuse_differences
 from noloco_mega.config import parse
 from tests.unit.test_config import changed
 

@@ -9,7 +9,7 @@ import noloco_mega
 
 ROOT = Path(noloco_mega.__file__).parent
 LAYERS = [
-    ["grid", "plan.keys", "plan.stability", "quiet"],
+    ["grid", "deepspeed_keys", "plan.keys", "plan.stability", "quiet"],
     ["checks", "config", "device", "mcore_compat"],
     ["plan"],
     ["comm", "launcher"],
@@ -72,7 +72,7 @@ def test_imports_point_down(path):
 
 def test_the_plan_is_pure():
     for path in modules():
-        if name_of(path).startswith("plan.") or name_of(path) in ("grid", "checks", "config"):
+        if name_of(path).startswith("plan.") or name_of(path) in ("grid", "checks", "config", "deepspeed_keys"):
             assert not PURE & {imported.split(".")[0] for imported in imports(path)}, name_of(path)
 
 

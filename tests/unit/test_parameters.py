@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from noloco_mega.engine import weights
 from noloco_mega.model import parameters
 from noloco_mega.plan import keys
 
@@ -128,9 +129,9 @@ def test_names_count_layers_over_the_whole_model():
 
 def test_fingerprint_sees_every_bit_name_and_dtype():
     module = torch.nn.Linear(3, 2)
-    first = parameters.fingerprint(module)
-    assert parameters.fingerprint(module) == first
+    first = weights.fingerprint(module)
+    assert weights.fingerprint(module) == first
     with torch.no_grad():
         module.weight[1, 2] = torch.nextafter(module.weight[1, 2], torch.tensor(9.0))
-    assert parameters.fingerprint(module) != first
-    assert parameters.fingerprint(module.bfloat16()) != parameters.fingerprint(module.float())
+    assert weights.fingerprint(module) != first
+    assert weights.fingerprint(module.bfloat16()) != weights.fingerprint(module.float())
