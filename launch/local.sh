@@ -32,7 +32,7 @@ if [ -z "${NOLOCO_SECRET:-}${NOLOCO_SECRET_FILE:-}" ]; then
   export NOLOCO_SECRET_FILE=$work/secret
 fi
 
-setsid "$python" -m noloco_mega rendezvous --address-file "$work/address" &
+setsid "$python" -m noloco_mega rendezvous --address-file "$work/address" --parent $$ &
 rendezvous=$!
 while [ ! -s "$work/address" ]; do
   kill -0 "$rendezvous" 2>/dev/null || { wait "$rendezvous"; exit 1; }

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import os
 import resource
 import signal
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from noloco_mega import launcher
@@ -26,6 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rendezvous.add_argument("--public-host", help="the name others dial, where --host is a wildcard such as 0.0.0.0")
     rendezvous.add_argument("--port", type=int, default=0, help="port to listen on (default: any free one)")
     rendezvous.add_argument("--address-file", type=Path, help="write HOST:PORT here once it listens")
+    rendezvous.add_argument("--parent", type=int, metavar="PID", help="end when this parent process is gone")
     rendezvous.set_defaults(command=_rendezvous)
 
     sizes = commands.add_parser("sizes", help="print the number of replicas and of ranks per replica")
@@ -60,11 +64,19 @@ def _rendezvous(arguments: argparse.Namespace) -> None:
             draft.rename(arguments.address_file)
         else:
             print(f"rendezvous at {address}, secret from {launcher.secret_source()}", flush=True)
+        if arguments.parent:
+            threading.Thread(target=_end_with_parent, args=(arguments.parent, server.close), daemon=True).start()
         server.serve_forever()
     except KeyboardInterrupt:
         pass  # how it is meant to end
     finally:
         server.close()
+
+
+def _end_with_parent(parent: int, close: Callable[[], None]) -> None:
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    close()
 
 
 def _sizes(arguments: argparse.Namespace) -> None:

@@ -28,8 +28,6 @@ class StepLoss:
     """Float64 [], on the device: sum over microbatches of each one's mean loss per token, in nats."""
     microbatches: int
     """How many were summed."""
-    tokens: Tensor
-    """Int64 [], on the device: labels that counted."""
 
 
 class Pipeline:
@@ -80,7 +78,6 @@ class Pipeline:
         self, step: int, circuit: Circuit, read: Callable[[int], Batch], numbers: range, forward_only: bool
     ) -> StepLoss:
         losses: list[Tensor] = []
-        tokens: list[Tensor] = []
         device = self._world.device.device
 
         def forward_step(number: Iterator[int], model: GPTModel) -> tuple[Tensor, Callable]:
@@ -96,7 +93,6 @@ class Pipeline:
                 loss = (loss_of_token * mask).sum() / mask.sum().clamp(min=1)
                 # The schedule divides `loss` by M in place.
                 losses.append(loss.detach().clone())
-                tokens.append(mask.count_nonzero())
                 return loss, {}
 
             return output, loss_function
@@ -117,9 +113,5 @@ class Pipeline:
         if self._communicator.failure is not None:
             raise self._communicator.failure
         if not losses:
-            return StepLoss(torch.zeros((), dtype=torch.float64, device=device), 0, _zero(device))
-        return StepLoss(torch.stack(losses).double().sum(), len(losses), torch.stack(tokens).sum())
-
-
-def _zero(device: torch.device) -> Tensor:
-    return torch.zeros((), dtype=torch.int64, device=device)
+            return StepLoss(torch.zeros((), dtype=torch.float64, device=device), 0)
+        return StepLoss(torch.stack(losses).double().sum(), len(losses))

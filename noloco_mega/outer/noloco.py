@@ -93,6 +93,7 @@ class NoLoCo(OuterOptimizer):
         self._masters = masters
         self._peers = peers
         self._buffers: list[list[torch.Tensor]] = []
+        self._pinned: list[torch.Tensor] = []
         self._flight: _Flight | None = None
 
     @torch.no_grad()
@@ -211,17 +212,20 @@ class NoLoCo(OuterOptimizer):
 
     def _to_send(self) -> list[torch.Tensor]:
         """The masters, which hold c by now, where the network can read them."""
-        return [theta.detach() if not theta.is_cuda else _pinned_copy(theta) for theta in self._masters.tensors]
+        masters = self._masters.tensors
+        if not masters[0].is_cuda:
+            return [theta.detach() for theta in masters]
+        if not self._pinned:
+            self._pinned = [torch.empty(theta.shape, dtype=theta.dtype, pin_memory=True) for theta in masters]
+        for pinned, theta in zip(self._pinned, masters, strict=True):
+            pinned.copy_(theta)
+        return self._pinned
 
     def _host_buffers(self, count: int) -> list[list[torch.Tensor]]:
         """Receive buffers for `count` partners, made on first use and kept."""
         while len(self._buffers) < count:
             self._buffers.append([torch.empty(phi.shape, dtype=phi.dtype, pin_memory=phi.is_cuda) for phi in self.phi])
         return self._buffers[:count]
-
-
-def _pinned_copy(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
 
 
 def _square(tensor: torch.Tensor) -> torch.Tensor:

@@ -91,12 +91,17 @@ def test_local_sh_stops_cleanly_when_it_is_told_to(config_file, tmp_path):
     path, raw = config_file(run__steps=100_000)
     process = start(["launch/local.sh", path], tmp_path)
     rows = configs.parse(raw).output / "metrics.jsonl"
-    deadline = time.monotonic() + 120
-    while not (rows.exists() and any(row["step"] > 5 for row in rows_of(raw))):
-        assert time.monotonic() < deadline and process.poll() is None, process.communicate()[0]
-        time.sleep(0.2)
-    process.send_signal(signal.SIGTERM)
-    status, output = ended(process)
+    try:
+        deadline = time.monotonic() + 120
+        while not (rows.exists() and any(row["step"] > 5 for row in rows_of(raw))):
+            assert time.monotonic() < deadline and process.poll() is None, "the run did not get to step 5"
+            time.sleep(0.2)
+        process.send_signal(signal.SIGTERM)
+        status, output = ended(process)
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            process.send_signal(signal.SIGTERM)
     assert status == 0 and finished(raw) == 2 and "Traceback" not in output, output
 
 
