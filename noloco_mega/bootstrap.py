@@ -21,7 +21,7 @@ import psutil
 import torch.distributed as dist
 
 from noloco_mega import device as devices
-from noloco_mega import launcher
+from noloco_mega import launcher, versions
 from noloco_mega.comm import groups
 from noloco_mega.comm.channel import Listener
 from noloco_mega.comm.control import NEVER, StopAgreement
@@ -61,10 +61,10 @@ class Connection:
         self._grid = config.topology.grid()
         self._rank = self._grid.replica_rank(place)
         self._secret = launcher.secret()
-        self._device = devices.select(launch.local_rank)
+        self._device = devices.select(launch.local_rank, config.run.device)
         devices.bound_nccl(config.noloco.link_timeout_seconds)
         _bind_collectives(launch)
-        self._server, address = _find_rendezvous(launch, self._grid.rank(place), self._secret, config)
+        self._server, address = find_rendezvous(launch, self._grid.rank(place), self._secret, config)
         self._client = RendezvousClient(
             address,
             self._secret,
@@ -126,6 +126,7 @@ class Connection:
         settings = json.dumps(self._config.to_json() | {"data": None}, sort_keys=True)
         record = {
             "address": list(self._listener.address),
+            "versions": versions.here(),
             "config": run_id(self._config),
             "settings": hashlib.sha256(settings.encode()).hexdigest(),
         }
@@ -265,7 +266,7 @@ def _bind_collectives(launch: launcher.Launch) -> None:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
 
 
-def _find_rendezvous(
+def find_rendezvous(
     launch: launcher.Launch, rank: int, secret: bytes, config: Config
 ) -> tuple[RendezvousServer | None, tuple[str, int]]:
     """The address of the run's rendezvous, and the server if this process is the one that serves it."""

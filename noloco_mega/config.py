@@ -162,6 +162,8 @@ class Run:
     """Output goes to DIRECTORY/NAME."""
     directory: str = "runs"
     """Parent folder of all runs."""
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    """"cuda": refuse to run where a rank finds no GPU; "cpu": leave GPUs alone; "auto": a GPU wherever there is one."""
     steps: Positive
     """Inner steps of the whole run."""
     seed: Seed = 0

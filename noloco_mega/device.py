@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import socket
 from dataclasses import dataclass
 
 import torch
@@ -21,14 +22,25 @@ class Device:
         return self.device.type == "cuda"
 
 
-def select(local_rank: int) -> Device:
+def select(local_rank: int, wanted: str = "auto") -> Device:
     """The device of a process: its node's GPU number `local_rank` where CUDA exists, else the CPU.
 
     A launcher that gives each task one GPU of its own (SLURM's --gpus-per-task) names it in CUDA_VISIBLE_DEVICES; the
     process then knows it as number 0, whatever its local rank. Must run before any process group exists: it sets what
-    NCCL's watchdog reads once. Raises ValueError if the node has fewer GPUs than local ranks.
+    NCCL's watchdog reads once. `wanted` is the config's run.device. Raises ValueError if the node has fewer GPUs than
+    local ranks, or none although "cuda" is wanted.
     """
+    if wanted == "cpu":
+        return Device(torch.device("cpu"), "gloo")
     if not torch.cuda.is_available():
+        if wanted == "cuda":
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
+            raise ValueError(
+                f'run.device is "cuda", but this process on {socket.gethostname()} sees no GPU: '
+                f"CUDA_VISIBLE_DEVICES is {visible} and torch {torch.__version__}"
+                + (f" was built for CUDA {torch.version.cuda}" if torch.version.cuda else " was built without CUDA")
+                + '. Ask the scheduler for GPUs, install a CUDA build of torch, or set run.device to "auto"'
+            )
         return Device(torch.device("cpu"), "gloo")
     count = torch.cuda.device_count()
     named = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
