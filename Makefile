@@ -51,7 +51,7 @@ $(MPICH)/.installed: $(VENV)/.installed
 test-cluster: install $(MPICH)/.installed
 	command -v /usr/sbin/slurmctld >/dev/null || \
 	  (apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -qy --no-install-recommends $(SLURM_PACKAGES))
-	MPIEXEC=$(abspath $(MPICH))/bin/mpiexec MPI4PY_LIBMPI=$(abspath $(MPICH))/lib/libmpi.so.12 \
+	NOLOCO_TEST_CLUSTER=1 MPIEXEC=$(abspath $(MPICH))/bin/mpiexec MPI4PY_LIBMPI=$(abspath $(MPICH))/lib/libmpi.so.12 \
 	  $(PYTEST) --durations=20 tests/cluster
 
 test: lint
