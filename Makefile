@@ -3,13 +3,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: demo demo-short test test-unit lint install clean-demo help
+.PHONY: demo demo-short test test-slow test-unit lint install clean-demo help
 
 help:
 	@echo "make demo       train a small model with NoLoCo on this machine, 4 replicas of 2 stages (about 5 minutes)"
 	@echo "make demo-short the same with less training, and its figures checked"
 	@echo "make clean-demo forget the demo's runs"
 	@echo "make test       linters, type checker, unit, multi-process and end-to-end tests (under 8 minutes on 2 cores)"
+	@echo "make test-slow  the tests that make test leaves out for their time"
 	@echo "make test-unit  the tests that start no other process"
 	@echo "make lint       linters and type checker"
 	@echo "make install    the virtual environment alone"
@@ -40,4 +41,7 @@ test-unit: install
 	$(PYTEST) tests/unit
 
 test: lint
-	$(PYTEST) --durations=20 tests/unit tests/dist tests/e2e
+	$(PYTEST) --durations=20 -m "not slow" tests/unit tests/dist tests/e2e
+
+test-slow: install
+	$(PYTEST) --durations=20 -m slow tests

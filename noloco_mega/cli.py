@@ -1,4 +1,4 @@
-"""What can I run? `python -m noloco_mega train | rendezvous | sizes`."""
+"""What can I run? `python -m noloco_mega train | rendezvous | sizes | inspect`."""
 
 from __future__ import annotations
 
@@ -31,6 +31,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     sizes = commands.add_parser("sizes", help="print the number of replicas and of ranks per replica")
     add_config_arguments(sizes)
     sizes.set_defaults(command=_sizes)
+
+    inspect = commands.add_parser("inspect", help="say what is in a checkpoint")
+    inspect.add_argument("checkpoint", type=Path, help="a step's folder, or a run's: its newest checkpoint")
+    inspect.add_argument("--verify", action="store_true", help="read every file and compare its checksums")
+    inspect.set_defaults(command=_inspect)
 
     arguments = parser.parse_args(argv)
     return guarded(arguments.command, arguments)
@@ -70,3 +75,10 @@ def _rendezvous(arguments: argparse.Namespace) -> None:
 def _sizes(arguments: argparse.Namespace) -> None:
     grid = load_config(arguments).topology.grid()
     print(grid.replicas, grid.replica_size)
+
+
+def _inspect(arguments: argparse.Namespace) -> None:
+    from noloco_mega.checkpoint.inspect import described
+
+    for line in described(arguments.checkpoint, arguments.verify):
+        print(line)
