@@ -3,13 +3,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: demo demo-short test test-cluster test-unit lint install clean-demo help
+.PHONY: demo demo-short test test-cluster test-slow test-unit lint install clean-demo help
 
 help:
 	@echo "make demo       train a small model with NoLoCo on this machine, 4 replicas of 2 stages (about 5 minutes)"
 	@echo "make demo-short the same with less training, and its figures checked"
 	@echo "make clean-demo forget the demo's runs"
 	@echo "make test       linters, type checker, unit, multi-process and end-to-end tests (under 8 minutes on 2 cores)"
+	@echo "make test-slow  the tests that make test leaves out for their time"
 	@echo "make test-cluster  SLURM, the launchers and MPI; installs SLURM (as root, from Debian) and MPICH (under .venv/cluster)"
 	@echo "make test-unit  the tests that start no other process"
 	@echo "make lint       linters and type checker"
@@ -55,4 +56,7 @@ test-cluster: install $(MPICH)/.installed
 	  $(PYTEST) --durations=20 tests/cluster
 
 test: lint
-	$(PYTEST) --durations=20 tests/unit tests/dist tests/e2e tests/cluster
+	$(PYTEST) --durations=20 -m "not slow" tests/unit tests/dist tests/e2e tests/cluster
+
+test-slow: install
+	$(PYTEST) --durations=20 -m slow tests

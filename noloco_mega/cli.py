@@ -1,4 +1,4 @@
-"""What can I run? `python -m noloco_mega train | check | rendezvous | sizes | hosts`."""
+"""What can I run? `python -m noloco_mega train | check | rendezvous | sizes | hosts | inspect`."""
 
 from __future__ import annotations
 
@@ -72,6 +72,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--together", action="store_true", help="print the hosts and slots of the whole run, in one line"
     )
     hosts.set_defaults(command=_hosts)
+
+    inspect = commands.add_parser("inspect", help="say what is in a checkpoint")
+    inspect.add_argument("checkpoint", type=Path, help="a step's folder, or a run's: its newest checkpoint")
+    inspect.add_argument("--verify", action="store_true", help="read every file and compare its checksums")
+    inspect.set_defaults(command=_inspect)
 
     arguments = parser.parse_args(argv)
     return guarded(arguments.command, arguments)
@@ -154,3 +159,10 @@ def _hosts(arguments: argparse.Namespace) -> None:
     launches = (1, grid.size) if arguments.together else (grid.replicas, grid.replica_size)
     for share in hostfile.shares(hostfile.read(arguments.hostfile), *launches):
         print(hostfile.spoken(share))
+
+
+def _inspect(arguments: argparse.Namespace) -> None:
+    from noloco_mega.checkpoint.inspect import described
+
+    for line in described(arguments.checkpoint, arguments.verify):
+        print(line)

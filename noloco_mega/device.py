@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import socket
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +21,30 @@ class Device:
     @property
     def is_cuda(self) -> bool:
         return self.device.type == "cuda"
+
+    def copy_to_host(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Copy each (host tensor, source) and return when all are there; on a GPU the copies are queued together."""
+        for host, source in pairs:
+            host.copy_(source, non_blocking=self.is_cuda)
+        if self.is_cuda:
+            torch.cuda.synchronize(self.device)
+
+    def host_tensor(self, like: torch.Tensor) -> torch.Tensor:
+        """A contiguous CPU tensor of this shape and dtype, page-locked where a GPU will copy into it."""
+        return torch.empty(like.shape, dtype=like.dtype, pin_memory=self.is_cuda)
+
+    def generator_states(self) -> dict[str, torch.Tensor]:
+        """The states of torch's random generators in this process: uint8 tensors on the CPU."""
+        states = {"cpu": torch.get_rng_state()}
+        if self.is_cuda:
+            states["device"] = torch.cuda.get_rng_state(self.device)
+        return states
+
+    def set_generator_states(self, states: Mapping[str, torch.Tensor]) -> None:
+        """Go on from a `generator_states` of the same kind of device."""
+        torch.set_rng_state(states["cpu"])
+        if self.is_cuda and "device" in states:
+            torch.cuda.set_rng_state(states["device"], self.device)
 
 
 def select(local_rank: int, wanted: str = "auto") -> Device:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from noloco_mega import config as configs
-from noloco_mega.checkpoint import Weights, mean_tensor
+from noloco_mega.checkpoint.reader import SavedReplica, mean_tensor
 from noloco_mega.data.loader import Loader, open_loader
 from noloco_mega.entry import guarded
 from noloco_mega.metrics import write_json
@@ -24,12 +24,12 @@ from noloco_mega.model.whole import whole_model
 from noloco_mega.plan import views
 
 
-def weights_of(run: Path) -> list[Weights]:
+def weights_of(run: Path) -> list[SavedReplica]:
     """The final weights of every replica of a run. Raises ValueError if there are none."""
     folders = sorted(run.glob("replica_*/weights"))
     if not folders:
         raise ValueError(f"{run} holds no replica_*/weights: not a finished run")
-    return [Weights(folder) for folder in folders]
+    return [SavedReplica(folder) for folder in folders]
 
 
 @torch.no_grad()
@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace) -> None:
         write_json(arguments.json, result)
 
 
-def deviation(replicas: list[Weights]) -> float:
+def deviation(replicas: list[SavedReplica]) -> float:
     """sqrt(mean_i ‖θ_i − θ̄‖²) / ‖θ̄‖ over all parameters; 0 for one replica."""
     squares = norm = 0.0
     for name in replicas[0].names:

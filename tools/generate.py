@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from noloco_mega import config as configs
-from noloco_mega.checkpoint import Weights, mean_tensor
+from noloco_mega.checkpoint.reader import SavedReplica, mean_tensor
 from noloco_mega.data.tokenizer import Tokenizer
 from noloco_mega.entry import guarded
 from noloco_mega.model.whole import whole_model
@@ -59,7 +59,7 @@ def continue_text(
 def run(arguments: argparse.Namespace) -> None:
     if arguments.temperature < 0 or not 0 < arguments.top_p <= 1:
         raise ValueError("--temperature must be at least 0, --top-p in (0, 1]")
-    replicas = [Weights(folder) for folder in arguments.weights]
+    replicas = [SavedReplica(folder) for folder in arguments.weights]
     config = configs.parse(replicas[0].manifest["config"])
     tokenizer = Tokenizer(arguments.tokenizer or config.data.tokenizer)
     with whole_model(config.model, lambda name: mean_tensor(replicas, name)) as model:
