@@ -168,6 +168,7 @@ def test_another_model_is_refused_naming_the_fields_and_nothing_is_touched(root)
     before = sorted(root.rglob("*"))
     other = config(model__vocab_size=512, model__hidden_size=128)
     for text in choose(root, other, begin=True):
+        assert text.startswith("cannot resume from step_00000020"), "an older one is not tried"
         assert "model.vocab_size (" in text and "model.hidden_size (" in text and "num_layers" not in text
     assert sorted(root.rglob("*")) == before
     for change, name in {"run__seed": "run.seed", "train_micro_batch_size_per_gpu": "samples per inner step"}.items():
