@@ -89,6 +89,7 @@ def test_a_launch_that_works(tmp_path):
     assert all(other == ("", None) for other in (found[1], found[2], found[3]))
 
 
+@pytest.mark.slow  # its waits have to run out
 def test_a_launch_that_does_not(tmp_path):
     """One rank never comes and one runs another torch: each is named, and all ranks say no."""
     raw = raw_run(tmp_path)
