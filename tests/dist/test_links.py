@@ -134,16 +134,17 @@ def test_a_rank_that_does_not_come_is_reported():
 
 
 @pytest.mark.parametrize("present", [[0], [0, 1]])
-def test_the_store_of_the_links_keeps_its_timeout(present):
-    below = dist.HashStore()
-    below.set_timeout(timedelta(seconds=321))
+def test_the_store_of_the_links_keeps_its_timeout(present, tmp_path):
+    below = {rank: dist.FileStore(str(tmp_path / "store"), 2) for rank in present}  # one object each, as processes have
+    for store in below.values():
+        store.set_timeout(timedelta(seconds=321))
 
     def opened(rank):
-        return GlooLinks(dist.PrefixStore("links", below), rank, 2, SHORT)
+        return GlooLinks(dist.PrefixStore("links", below[rank]), rank, 2, SHORT)
 
     links = together(*(lambda r=r: opened(r) for r in present))
     assert all(isinstance(link, LinkBroken) for link in links) == (len(present) == 1)
-    assert below.timeout == timedelta(seconds=321)
+    assert [store.timeout for store in below.values()] == [timedelta(seconds=321)] * len(present)
 
 
 def test_peers_that_connect_know_each_other():

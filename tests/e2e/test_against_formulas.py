@@ -79,7 +79,7 @@ def take_outer_step(group, theta, phi, delta, settings):
 
 def test_a_run_computes_what_the_formulas_say(tiny, tmp_path):
     raw = tiny(
-        topology={"replicas": 3, "stages": 2}, run__steps=20, noloco__inner_steps=4, gradient_accumulation_steps=3
+        topology={"replicas": 3, "stages": 2}, run__steps=12, noloco__inner_steps=3, gradient_accumulation_steps=2
     )
     config = configs.parse(raw)
     rows = run(raw, tmp_path)
