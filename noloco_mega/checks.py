@@ -132,8 +132,24 @@ def _model(model: Model, topology: Topology) -> Iterator[str]:
         )
     elif (model.kv_channels or model.hidden_size // model.num_attention_heads) % 2:
         yield "rotary embeddings need an even head width; change model.kv_channels or the number of heads"
+    yield from _rope_scaling(model)
     if model.tied_embeddings and topology.stages > 1:
         yield "model.tied_embeddings needs topology.stages = 1: the two uses would live on different stages"
+
+
+def _rope_scaling(model: Model) -> Iterator[str]:
+    scaling = model.rope_scaling
+    if scaling is None:
+        return
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    extra = {"low_freq_factor": low, "high_freq_factor": high}
+    extra["original_max_position_embeddings"] = scaling.original_max_position_embeddings
+    wrong = [key for key, value in extra.items() if (value is None) == (scaling.type == "llama3")]
+    if wrong:
+        verb = "needs" if scaling.type == "llama3" else "has no"
+        yield f'model.rope_scaling of type "{scaling.type}" {verb} {", ".join(wrong)}'
+    elif low is not None and high is not None and high <= low:
+        yield f"model.rope_scaling needs low_freq_factor < high_freq_factor; given {low:g}, {high:g}"
 
 
 def _sequence(model: Model, topology: Topology) -> Iterator[str]:
