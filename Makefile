@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: demo demo-short test test-unit lint install clean-demo help
+.PHONY: demo demo-short test test-slow test-unit lint install clean-demo help
 
 help:
 	@echo "make demo       train a small model with NoLoCo on this machine, 4 replicas of 2 stages (about 5 minutes)"
@@ -12,6 +12,7 @@ help:
 	@echo "make test       linters, type checker, unit, multi-process and end-to-end tests (under 8 minutes on 2 cores)"
 	@echo "make test-unit  the tests that start no other process"
 	@echo "make lint       linters and type checker"
+	@echo "make test-slow  longer tests, with libraries that only they need (requirements-slow.txt)"
 	@echo "make install    the virtual environment alone"
 
 install: $(VENV)/.installed
@@ -41,3 +42,15 @@ test-unit: install
 
 test: lint
 	$(PYTEST) --durations=20 tests/unit tests/dist tests/e2e
+
+# Libraries that only the longer tests need lie beside the environment, not in it: transformers 4.57 shadows 5 there.
+$(VENV)/.slow: requirements-slow.txt $(VENV)/.installed
+	rm -rf $(VENV)/slow $(VENV)/transformers4
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(VENV)/slow -r requirements-slow.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(VENV)/transformers4 \
+		transformers==4.57.6 tokenizers==0.22.2 huggingface-hub==0.36.2
+	touch $@
+
+test-slow: install $(VENV)/.slow
+	PYTHONPATH=$(CURDIR)/$(VENV)/slow NOLOCO_TRANSFORMERS4=$(CURDIR)/$(VENV)/transformers4 \
+		$(PYTEST) --durations=20 tests/slow tests/unit/test_tokenizer_json.py

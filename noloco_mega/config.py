@@ -90,7 +90,8 @@ class Model:
     __pydantic_config__ = STRICT
 
     vocab_size: Positive
-    """Rows of the embedding, exactly the tokenizer's; train tokenizers to a multiple of 128·tensor."""
+    """Rows of the embedding, exactly the tokenizer's (an imported model may have more rows than its fast tokenizer has
+    tokens); train tokenizers to a multiple of 128·tensor."""
     hidden_size: Positive
     """H: width of the residual stream."""
     num_layers: Positive
@@ -134,7 +135,8 @@ class Data:
     valid: str
     """Path prefix of the validation data."""
     tokenizer: str
-    """Path of the sentencepiece model that wrote both; read for its vocabulary size and for printed samples."""
+    """Path of the tokenizer that wrote both: a sentencepiece model, or a Hugging Face fast tokenizer (tokenizer.json or
+    a folder with it); read for its vocabulary size and for printed samples."""
     cache: str | None = None
     """Folder for what is found out about token files that have no .json (their largest token id); absent: beside each
     file."""
@@ -192,6 +194,9 @@ class Run:
     """Inner steps of the whole run."""
     seed: Seed = 0
     """Seed of the initial weights and of the order of samples."""
+    init_from: str | None = None
+    """Folder of weights to start from, of any topology: tools/convert_from_hf.py's output, or another run's
+    replica_RR/weights; absent: weights drawn from `seed`."""
     log_every: Positive = 10
     """Inner steps between two rows of metrics.jsonl."""
     eval_every: NonNegative = 0

@@ -19,7 +19,7 @@ from types import FrameType
 
 import torch
 
-from noloco_mega import checkpoint
+from noloco_mega import checkpoint, start
 from noloco_mega.bootstrap import Connection
 from noloco_mega.comm.control import NEVER
 from noloco_mega.comm.links import LinkBroken
@@ -54,7 +54,7 @@ def _train(config: Config, place: Place, run: Connection, stack: contextlib.Exit
     run.join()
 
     model = build_stage(config.model, config.topology, run.world, torch.bfloat16 if config.bf16 else torch.float32)
-    parameters.initialise(model, run.world, config.run.seed, config.model.init_method_std)
+    start.initial_weights(model, run.world, config)
     peers = run.meet(fingerprint(model), loader.digest(), view_log)
     requests = stack.enter_context(stop_requests())  # until here a signal simply ends the process
     engine = engines.build_engine(model, config, run.world)

@@ -93,7 +93,8 @@ def open_loader(config: Config, view_log: ViewLog) -> Loader:
     Needs no process group; every process of every replica may call it at the same time.
     """
     tokenizer = Tokenizer(config.data.tokenizer)
-    if tokenizer.vocab_size != config.model.vocab_size:
+    fits = tokenizer.vocab_size <= config.model.vocab_size
+    if not (fits if tokenizer.padded else tokenizer.vocab_size == config.model.vocab_size):
         raise ValueError(
             f"model.vocab_size = {config.model.vocab_size}, but the tokenizer {tokenizer.path} has "
             f"{tokenizer.vocab_size} tokens; set model.vocab_size to that"
@@ -102,7 +103,7 @@ def open_loader(config: Config, view_log: ViewLog) -> Loader:
         open_dataset(
             prefix,
             config.model.seq_length,
-            vocab_size=tokenizer.vocab_size,
+            vocab_size=config.model.vocab_size,
             tokenizer_digest=tokenizer.digest,
             cache=config.data.cache,
         )

@@ -15,6 +15,9 @@ LAYERS = [
     ["comm", "launcher"],
     ["model", "data", "engine", "outer", "entry"],
     ["pipeline", "checkpoint", "metrics", "journal", "bootstrap"],
+    ["streamed"],
+    ["merging"],
+    ["convert", "start"],
     ["train"],
     ["cli", "__main__"],
 ]
