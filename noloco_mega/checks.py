@@ -166,6 +166,14 @@ def _sites(topology: Topology) -> Iterator[str]:
             yield (f"topology.sites must name each replica 0..{topology.replicas - 1} exactly once; it names {listed}")
 
 
+def _data(data: Data) -> Iterator[str]:
+    taken = sum(data.blend.values())
+    if taken >= 1:
+        yield f"the shares in data.blend add up to {taken:g}, which leaves nothing for data.train; lower them"
+    if data.train in data.blend:
+        yield f'data.blend names "{data.train}", which is data.train itself'
+
+
 def _deepspeed(settings: dict[str, Any]) -> Iterator[str]:
     yield from deepspeed_keys.problems(settings)
     stage = object_at(settings, "zero_optimization").get("stage", 1)
@@ -269,6 +277,7 @@ CHECKS: tuple[tuple[tuple[str, ...], Callable[..., Iterator[str]]], ...] = (
     (("noloco",), _deadlines),
     (("run",), _output),
     (("data",), _paths),
+    (("data",), _data),
 )
 
 

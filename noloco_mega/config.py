@@ -134,6 +134,11 @@ class Data:
     """Path prefix of the training data: PREFIX.bin and PREFIX.idx."""
     valid: str
     """Path prefix of the validation data."""
+    blend: dict[str, Annotated[float, Field(gt=0, lt=1)]] = field(default_factory=dict)
+    """Further training data by path prefix, with its share of the samples, e.g. {"data/code": 0.3}; `train` has the
+    rest. Small data sets are repeated within an epoch as their share asks for."""
+    valid_domains: dict[str, str] = field(default_factory=dict)
+    """Further validation data by name, e.g. {"code": "data/code_valid"}; tools/evaluate.py reports each."""
     tokenizer: str
     """Path of the tokenizer that wrote both: a sentencepiece model, or a Hugging Face fast tokenizer (tokenizer.json or
     a folder with it); read for its vocabulary size and for printed samples."""

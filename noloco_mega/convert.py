@@ -204,6 +204,39 @@ class HubFolder:
             raise ConversionError(f"{path} can't be read: {error}") from error
 
 
+class HubModel:
+    """A Hugging Face folder as the model that it holds: our tensors by our names, each made when it is asked for.
+
+    Raises ConversionError naming what is missing, has the wrong shape or is not supported.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.described = hf.read_config(folder)
+        self._source = HubFolder(folder)
+        model, tied = self.described.model, self.described.tied
+        self._rows = {row.ours: row for row in hf.table(model)}
+        expected = {
+            name: shape
+            for row in self._rows.values()
+            if not (tied and row == hf.OUTPUT)
+            for name, shape in zip(row.theirs, hf.shapes(row, model)[1], strict=True)
+        }
+        held = self._source.planned
+        _compare_names(set(expected), set(held) - (set(hf.OUTPUT.theirs) if tied else set()), str(folder))
+        for name, shape in expected.items():
+            if held[name].shape != shape:
+                raise ConversionError(
+                    f"{folder}: {name} has the shape {list(held[name].shape)}, config.json makes it {list(shape)}"
+                )
+        self.dtype = _only_dtype(held[name].dtype for name in expected)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Our tensor of this name. Raises ConversionError if it is not finite."""
+        row = self._rows[name]
+        theirs = hf.EMBEDDING.theirs if self.described.tied and row == hf.OUTPUT else row.theirs
+        return hf.join(row, [_finite(name, self._source.tensor(name)) for name in theirs], self.described.model)
+
+
 def import_model(folder: Path, output: Path, *, max_shard_bytes: int = 5 * 10**9) -> tuple[configs.Model, list[str]]:
     """Write the weights of a Hugging Face folder as a folder that `run.init_from` starts from; the model's
     configuration, and remarks for the user.
@@ -211,35 +244,15 @@ def import_model(folder: Path, output: Path, *, max_shard_bytes: int = 5 * 10**9
     The tokenizer's files go to OUTPUT/tokenizer. Raises ConversionError naming what is missing, has the wrong shape, is
     not finite or is not supported; nothing is left at `output` then.
     """
-    described = hf.read_config(folder)
-    model, source = described.model, HubFolder(folder)
-    rows = list(hf.table(model))
-    expected = {
-        name: shape
-        for row in rows
-        if not (described.tied and row == hf.OUTPUT)
-        for name, shape in zip(row.theirs, hf.shapes(row, model)[1], strict=True)
-    }
-    held = set(source.planned) - (set(hf.OUTPUT.theirs) if described.tied else set())
-    _compare_names(set(expected), held, str(folder))
-    for name, shape in expected.items():
-        if source.planned[name].shape != shape:
-            raise ConversionError(
-                f"{folder}: {name} has the shape {list(source.planned[name].shape)}, config.json makes it {list(shape)}"
-            )
-    dtype = _only_dtype(source.planned[name].dtype for name in expected)
-    planned = [Planned(row.ours, hf.shapes(row, model)[0], dtype) for row in rows]
-
-    def tensors() -> Iterator[torch.Tensor]:
-        for row in rows:
-            theirs = hf.EMBEDDING.theirs if described.tied and row == hf.OUTPUT else row.theirs
-            yield hf.join(row, [_finite(name, source.tensor(name)) for name in theirs], model)
-
+    hub = HubModel(folder)
+    described, model = hub.described, hub.described.model
+    planned = [Planned(row.ours, hf.shapes(row, model)[0], hub.dtype) for row in hf.table(model)]
+    tensors = (hub.tensor(plan.name) for plan in planned)
     origin = {"architecture": described.architecture.model_type, "tied": described.tied, "folder": str(folder)}
     facts = {"step": 0, "replica": 0, "model": asdict(model), "huggingface": origin}
     remarks = []
     with streamed.new_folder(output) as draft:
-        streamed.write_weights(draft, planned, tensors(), facts, max_shard_bytes, folder.name)
+        streamed.write_weights(draft, planned, tensors, facts, max_shard_bytes, folder.name)
         if tokenizer_json.copy(folder, draft / "tokenizer"):
             size = Tokenizer(draft / "tokenizer").vocab_size
             if size > model.vocab_size:

@@ -86,16 +86,16 @@ def weighted_tensor(replicas: Sequence[Weights], factors: Sequence[float], name:
     return total.to(dtype)
 
 
-def spread(replicas: Sequence[Weights]) -> float:
+def deviation(replicas: Sequence[Weights]) -> float:
     """sqrt(mean_i ‖θ_i − θ̄‖²) / ‖θ̄‖ over all parameters; 0 for one replica."""
-    deviation = norm = 0.0
+    squares = norm = 0.0
     for name in replicas[0].names:
         mean = sum(weights.tensor(name).double() for weights in replicas) / len(replicas)
         assert isinstance(mean, torch.Tensor)
         for weights in replicas:
-            deviation += float((weights.tensor(name).double() - mean).square().sum()) / len(replicas)
+            squares += float((weights.tensor(name).double() - mean).square().sum()) / len(replicas)
         norm += float(mean.square().sum())
-    return math.sqrt(deviation / norm)
+    return math.sqrt(squares / norm)
 
 
 @torch.no_grad()

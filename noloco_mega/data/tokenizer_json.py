@@ -92,7 +92,7 @@ def convert(model: ModelProto, path: Path) -> Tokenizer:
     """The fast tokenizer of a sentencepiece model.
 
     One text differs: where sentencepiece puts a space in front of every text and the text begins with a user-defined
-    piece, this puts none.
+    piece, this puts none. Ids whose bytes are not valid UTF-8 decode to other replacement characters.
     """
     spec, pieces = model.normalizer_spec, model.pieces
     vocabulary = {piece.piece: number for number, piece in enumerate(pieces)}

@@ -25,7 +25,8 @@ SHAPE = {
     "num_key_value_heads": 2, "max_position_embeddings": 96, "rms_norm_eps": 1e-6, "initializer_range": 0.02,
 }  # fmt: skip
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-LLAMA3["original_max_position_embeddings"] = 32
+# One of the frequencies of heads of 16 lies between those that are kept and those that are divided.
+LLAMA3["original_max_position_embeddings"] = 64
 FAMILIES = {
     "llama": {"num_key_value_heads": 8, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
     "llama3": {"head_dim": 16, "attention_bias": True, "mlp_bias": True,
