@@ -1,6 +1,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+SLOW := .venv-slow
 PYTEST := $(BIN)/python -m pytest
 
 .PHONY: demo demo-short test test-slow test-unit lint install clean-demo help
@@ -43,14 +44,18 @@ test-unit: install
 test: lint
 	$(PYTEST) --durations=20 tests/unit tests/dist tests/e2e
 
-# Libraries that only the longer tests need lie beside the environment, not in it: transformers 4.57 shadows 5 there.
-$(VENV)/.slow: requirements-slow.txt $(VENV)/.installed
-	rm -rf $(VENV)/slow $(VENV)/transformers4
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(VENV)/slow -r requirements-slow.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(VENV)/transformers4 \
+# Libraries that only the longer tests need lie in an environment of their own, which sees the first one's; transformers
+# 4.57, in a folder of its own, shadows version 5 in the processes that are given it.
+$(SLOW)/.installed: requirements-slow.txt $(VENV)/.installed
+	rm -rf $(SLOW)
+	$(BIN)/python -m venv $(SLOW)
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
+		$$($(SLOW)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/first.pth
+	$(SLOW)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-slow.txt
+	$(SLOW)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(SLOW)/transformers4 \
 		transformers==4.57.6 tokenizers==0.22.2 huggingface-hub==0.36.2
 	touch $@
 
-test-slow: install $(VENV)/.slow
-	PYTHONPATH=$(CURDIR)/$(VENV)/slow NOLOCO_TRANSFORMERS4=$(CURDIR)/$(VENV)/transformers4 \
-		$(PYTEST) --durations=20 tests/slow tests/unit/test_tokenizer_json.py
+test-slow: install $(SLOW)/.installed
+	PYTHONPATH=$(CURDIR) NOLOCO_TRANSFORMERS4=$(CURDIR)/$(SLOW)/transformers4 \
+		$(SLOW)/bin/python -m pytest --durations=20 tests/slow tests/unit/test_tokenizer_json.py
