@@ -329,7 +329,9 @@ def _explain(name: str, block: type, error: ValidationError) -> list[str]:
         if item["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
             inner = RopeScaling if "rope_scaling" in item["loc"][:-1] else block
             known = [f.name for f in dataclasses.fields(inner)]
-            lines.append(deepspeed_keys.unknown_key(str(item["loc"][-1]), known, where.removesuffix(str(item["loc"][-1]))))
+            lines.append(
+                deepspeed_keys.unknown_key(str(item["loc"][-1]), known, where.removesuffix(str(item["loc"][-1])))
+            )
         elif item["type"] in ("missing", "missing_argument", "missing_keyword_only_argument"):
             lines.append(f'"{where}" is missing')
         else:
