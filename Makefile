@@ -4,16 +4,17 @@ BIN := $(VENV)/bin
 SLOW := .venv-slow
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: demo demo-short test test-slow test-unit lint install clean-demo help
+.PHONY: demo demo-short test test-cluster test-slow test-unit lint install clean-demo help
 
 help:
 	@echo "make demo       train a small model with NoLoCo on this machine, 4 replicas of 2 stages (about 5 minutes)"
 	@echo "make demo-short the same with less training, and its figures checked"
 	@echo "make clean-demo forget the demo's runs"
 	@echo "make test       linters, type checker, unit, multi-process and end-to-end tests (under 8 minutes on 2 cores)"
+	@echo "make test-slow  what make test leaves out for its time or its libraries (requirements-slow.txt, in $(SLOW))"
+	@echo "make test-cluster  SLURM, the launchers and MPI; installs SLURM (as root, from Debian) and MPICH (under .venv/cluster)"
 	@echo "make test-unit  the tests that start no other process"
 	@echo "make lint       linters and type checker"
-	@echo "make test-slow  longer tests, with libraries that only they need (requirements-slow.txt)"
 	@echo "make install    the virtual environment alone"
 
 install: $(VENV)/.installed
@@ -41,8 +42,22 @@ lint: install
 test-unit: install
 	$(PYTEST) tests/unit
 
+# MPICH has a folder of its own: what training runs on does not change.
+MPICH := $(VENV)/cluster
+SLURM_PACKAGES := slurmctld slurmd slurm-client slurm-wlm-basic-plugins munge
+
+$(MPICH)/.installed: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade --target $(MPICH) mpich==5.0.2
+	touch $@
+
+test-cluster: install $(MPICH)/.installed
+	command -v /usr/sbin/slurmctld >/dev/null || \
+	  (apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -qy --no-install-recommends $(SLURM_PACKAGES))
+	NOLOCO_TEST_CLUSTER=1 MPIEXEC=$(abspath $(MPICH))/bin/mpiexec MPI4PY_LIBMPI=$(abspath $(MPICH))/lib/libmpi.so.12 \
+	  $(PYTEST) --durations=20 tests/cluster
+
 test: lint
-	$(PYTEST) --durations=20 tests/unit tests/dist tests/e2e
+	$(PYTEST) --durations=20 -m "not slow" tests/unit tests/dist tests/e2e tests/cluster
 
 # Libraries that only the longer tests need lie in an environment of their own, which sees the first one's; transformers
 # 4.57, in a folder of its own, shadows version 5 in the processes that are given it.
@@ -57,5 +72,6 @@ $(SLOW)/.installed: requirements-slow.txt $(VENV)/.installed
 	touch $@
 
 test-slow: install $(SLOW)/.installed
+	$(PYTEST) --durations=20 -m slow tests
 	PYTHONPATH=$(CURDIR) NOLOCO_TRANSFORMERS4=$(CURDIR)/$(SLOW)/transformers4 \
 		$(SLOW)/bin/python -m pytest --durations=20 tests/slow tests/unit/test_tokenizer_json.py

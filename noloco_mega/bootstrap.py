@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -21,10 +21,10 @@ import psutil
 import torch.distributed as dist
 
 from noloco_mega import device as devices
-from noloco_mega import launcher
+from noloco_mega import launcher, versions
 from noloco_mega.comm import groups
 from noloco_mega.comm.channel import Listener
-from noloco_mega.comm.control import NEVER, StopAgreement
+from noloco_mega.comm.control import NEVER, Leaders, StopAgreement
 from noloco_mega.comm.exchange import Exchange
 from noloco_mega.comm.links import LinkBroken, Links, open_links
 from noloco_mega.comm.membership import Peers, refuse_differences
@@ -60,11 +60,13 @@ class Connection:
         self._config, self._place, self._host = config, place, launch.host
         self._grid = config.topology.grid()
         self._rank = self._grid.replica_rank(place)
+        self.leads = self._rank == 0
+        """Whether this rank is its replica's leader."""
         self._secret = launcher.secret()
-        self._device = devices.select(launch.local_rank)
+        self._device = devices.select(launch.local_rank, config.run.device)
         devices.bound_nccl(config.noloco.link_timeout_seconds)
         _bind_collectives(launch)
-        self._server, address = _find_rendezvous(launch, self._grid.rank(place), self._secret, config)
+        self._server, address = find_rendezvous(launch, self._grid.rank(place), self._secret, config)
         self._client = RendezvousClient(
             address,
             self._secret,
@@ -73,7 +75,9 @@ class Connection:
             place=(place.replica, self._rank),
         )
         self._listener = Listener(self._secret, launch.host)
-        self._stopping = StopAgreement(place.replica, self._listener, self._secret, run_id(config))
+        self.leaders = Leaders(place.replica, self._listener, self._secret, run_id(config))
+        """News between replicas, carried by their leaders."""
+        self._stopping = StopAgreement(self.leaders)
         self._met = False
 
     @contextlib.contextmanager
@@ -105,7 +109,7 @@ class Connection:
         config, place, grid = self._config, self._place, self._grid
         self._started = self._gather_starts()
         timeout = timedelta(seconds=config.noloco.link_timeout_seconds)
-        store = self._store("store", place.replica, serves=self._rank == 0)
+        store = self._store("store", place.replica, serves=self.leads)
         # A rank may enter a collective while a sibling still waits for a link: that wait must end first.
         self.world = groups.start_replica(grid, place, self._device, store, 2 * timeout)
         column = f"links {place.data} {place.tensor}"
@@ -126,6 +130,7 @@ class Connection:
         settings = json.dumps(self._config.to_json() | {"data": None}, sort_keys=True)
         record = {
             "address": list(self._listener.address),
+            "versions": versions.here(),
             "config": run_id(self._config),
             "settings": hashlib.sha256(settings.encode()).hexdigest(),
         }
@@ -173,7 +178,8 @@ class Connection:
             for replica, rank in twins
             if replica != place.replica
         }
-        self._stopping.connect(addresses)
+        if self.leads:
+            self.leaders.connect(addresses)
         exchange = Exchange(
             replica=place.replica,
             rank=self._rank,
@@ -192,6 +198,23 @@ class Connection:
             (self._listener, self._client),
         )
 
+    def ask_leaders(self, topic: str, record: Mapping[str, Any]) -> dict[int, Record]:
+        """What the leader of each replica says under `topic`, once all have; this replica's says `record`.
+
+        Needs no meeting. Raises RendezvousTimeout, or StartFailed as `join` does.
+        """
+        if self.leads:
+            self._client.announce(topic, self._place.replica, 0, dict(record))
+        found = self._client.wait_for(topic, [(replica, 0) for replica in range(self._grid.replicas)])
+        return {replica: record for (replica, _), record in found.items()}
+
+    def ask_siblings(self, topic: str, record: Mapping[str, Any]) -> list[Record]:
+        """What each rank of this replica says under `topic`, once all have. Raises as `ask_leaders` does."""
+        replica, ranks = self._place.replica, range(self._grid.replica_size)
+        self._client.announce(topic, replica, self._rank, dict(record))
+        found = self._client.wait_for(topic, [(replica, rank) for rank in ranks])
+        return [found[(replica, rank)] for rank in ranks]
+
     def leave_routes(self) -> None:
         """From now on identity routes: a routed link of this replica broke.
 
@@ -205,16 +228,16 @@ class Connection:
 
     def stop_step(self, step: int) -> int:
         """For `Peers.agree` in inner step `step`: the step to stop at as the replica's leader knows it, else NEVER."""
-        return self._stopping.decide(step) if self._rank == 0 else NEVER
+        return self._stopping.decide(step) if self.leads else NEVER
 
     def propose_stop(self, step: int) -> None:
         """Somebody in this replica was asked to stop; `step` inner steps are done."""
-        if self._rank == 0:
+        if self.leads:
             self._stopping.propose(step)
 
     def confirm_stop(self, step: int) -> bool:
         """For `Peers.agree` at stop step `step`: whether all replicas stop here, as the replica's leader knows."""
-        return self._rank != 0 or self._stopping.confirm(step, CONFIRM_SECONDS)
+        return not self.leads or self._stopping.confirm(step, CONFIRM_SECONDS)
 
     def close(self) -> None:
         self.circuit.links.close()
@@ -265,7 +288,7 @@ def _bind_collectives(launch: launcher.Launch) -> None:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
 
 
-def _find_rendezvous(
+def find_rendezvous(
     launch: launcher.Launch, rank: int, secret: bytes, config: Config
 ) -> tuple[RendezvousServer | None, tuple[str, int]]:
     """The address of the run's rendezvous, and the server if this process is the one that serves it."""

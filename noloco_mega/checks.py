@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -267,6 +268,13 @@ def _path(name: str, path: str | None) -> Iterator[str]:
         yield f'"{name}" must be a path (given: {path!r})'
 
 
+def _resume(run: Run) -> Iterator[str]:
+    request = run.resume
+    known = request in ("no", "auto", "newest") or re.fullmatch(r"(step_)?\d+", str(request)) is not None
+    if not known:
+        yield f'run.resume = {request!r}; give "no", "auto", "newest", a step, or its folder\'s name (step_00000200)'
+
+
 CHECKS: tuple[tuple[tuple[str, ...], Callable[..., Iterator[str]]], ...] = (
     (("deepspeed", "topology"), _batch),
     (("model", "topology"), _model),
@@ -276,6 +284,7 @@ CHECKS: tuple[tuple[tuple[str, ...], Callable[..., Iterator[str]]], ...] = (
     (("noloco", "topology"), _outer),
     (("noloco",), _deadlines),
     (("run",), _output),
+    (("run",), _resume),
     (("data",), _paths),
     (("data",), _data),
 )

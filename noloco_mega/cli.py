@@ -1,4 +1,4 @@
-"""What can I run? `python -m noloco_mega train | rendezvous | sizes`."""
+"""What can I run? `python -m noloco_mega train | check | rendezvous | sizes | hosts | inspect`."""
 
 from __future__ import annotations
 
@@ -24,6 +24,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_config_arguments(train)
     train.set_defaults(command=_train)
 
+    check = commands.add_parser("check", help="validate a config and print its topology, memory and bytes")
+    add_config_arguments(check)
+    check.add_argument(
+        "--link-gbit-per-second",
+        type=_positive,
+        metavar="G",
+        help="what one replica can send to the others (inside its site): also say whether that carries the run",
+    )
+    check.add_argument(
+        "--site-link-gbit-per-second",
+        type=_positive,
+        metavar="G",
+        help="the same between sites (default: the same speed)",
+    )
+    check.add_argument(
+        "--rank-tflops",
+        type=_positive,
+        default=150.0,
+        metavar="F",
+        help="TFLOP/s that a rank achieves in training, to compare the links with (default: %(default)g)",
+    )
+    check.add_argument(
+        "--live", action="store_true", help="started by a launcher as training would be: test ranks, links and disks"
+    )
+    check.add_argument(
+        "--wait-seconds", type=_positive, default=120.0, metavar="S", help="--live: how long ranks may take to appear"
+    )
+    check.set_defaults(command=_check)
+
     rendezvous = commands.add_parser("rendezvous", help="serve the directory of addresses until interrupted")
     rendezvous.add_argument("--host", default=launcher.LOOPBACK, help="address to listen on (default: %(default)s)")
     rendezvous.add_argument("--public-host", help="the name others dial, where --host is a wildcard such as 0.0.0.0")
@@ -36,8 +65,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_config_arguments(sizes)
     sizes.set_defaults(command=_sizes)
 
+    hosts = commands.add_parser("hosts", help="print each replica's hosts and slots of a hostfile, a line per replica")
+    add_config_arguments(hosts)
+    hosts.add_argument("--hostfile", type=Path, required=True, help='lines of "HOST slots=N"')
+    hosts.add_argument(
+        "--together", action="store_true", help="print the hosts and slots of the whole run, in one line"
+    )
+    hosts.set_defaults(command=_hosts)
+
+    inspect = commands.add_parser("inspect", help="say what is in a checkpoint")
+    inspect.add_argument("checkpoint", type=Path, help="a step's folder, or a run's: its newest checkpoint")
+    inspect.add_argument("--verify", action="store_true", help="read every file and compare its checksums")
+    inspect.set_defaults(command=_inspect)
+
     arguments = parser.parse_args(argv)
     return guarded(arguments.command, arguments)
+
+
+def _positive(text: str) -> float:
+    number = float(text)
+    if number <= 0:
+        raise argparse.ArgumentTypeError(f"must be positive, not {text}")
+    return number
 
 
 def _train(arguments: argparse.Namespace) -> None:
@@ -46,6 +95,25 @@ def _train(arguments: argparse.Namespace) -> None:
     from noloco_mega.train import train
 
     train(config, launch, place)
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    if arguments.live:
+        from noloco_mega import preflight
+
+        preflight.run(arguments)
+        return
+    from noloco_mega import report
+
+    config = load_config(arguments)
+    print(report.describe(config))
+    if arguments.link_gbit_per_second is not None:
+        links = report.Links(
+            gbit_per_second=arguments.link_gbit_per_second,
+            site_gbit_per_second=arguments.site_link_gbit_per_second or arguments.link_gbit_per_second,
+            rank_tflops=arguments.rank_tflops,
+        )
+        print(f"\n{report.judge(config, links)}")
 
 
 def _rendezvous(arguments: argparse.Namespace) -> None:
@@ -82,3 +150,19 @@ def _end_with_parent(parent: int, close: Callable[[], None]) -> None:
 def _sizes(arguments: argparse.Namespace) -> None:
     grid = load_config(arguments).topology.grid()
     print(grid.replicas, grid.replica_size)
+
+
+def _hosts(arguments: argparse.Namespace) -> None:
+    from noloco_mega import hostfile
+
+    grid = load_config(arguments).topology.grid()
+    launches = (1, grid.size) if arguments.together else (grid.replicas, grid.replica_size)
+    for share in hostfile.shares(hostfile.read(arguments.hostfile), *launches):
+        print(hostfile.spoken(share))
+
+
+def _inspect(arguments: argparse.Namespace) -> None:
+    from noloco_mega.checkpoint.inspect import described
+
+    for line in described(arguments.checkpoint, arguments.verify):
+        print(line)

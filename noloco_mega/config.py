@@ -195,6 +195,8 @@ class Run:
     """Output goes to DIRECTORY/NAME."""
     directory: str = "runs"
     """Parent folder of all runs."""
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    """"cuda": refuse to run where a rank finds no GPU; "cpu": leave GPUs alone; "auto": a GPU wherever there is one."""
     steps: Positive
     """Inner steps of the whole run."""
     seed: Seed = 0
@@ -210,6 +212,21 @@ class Run:
     """Microbatches of one evaluation, the same ones every time and on every replica."""
     tensorboard: bool = True
     """Write TensorBoard events beside metrics.jsonl."""
+    save_every: NonNegative = 0
+    """Inner steps between two checkpoints; 0: none. With any other value the run also saves where it ends or is asked
+    to stop."""
+    keep_checkpoints: Positive = 2
+    """Newest checkpoints that each replica keeps; the newest one known complete on all replicas stays in any case."""
+    save_async: bool = True
+    """Write checkpoints behind training, from a copy of the state in CPU memory; false: training waits."""
+    resume: str | int = "no"
+    """Where to begin: "no" (a new run; an existing one is refused), "auto" (the newest checkpoint that is complete on
+    all replicas and undamaged, a new run if there is none), "newest" (the newest that any replica has; the others take
+    over the state of the replica nearest in number, whose folder they must be able to read), or a step or its folder's
+    name (step_00000200)."""
+    shrink: Literal["refuse", "drop", "merge"] = "refuse"
+    """Resuming with fewer replicas (N) than have saved: "drop" the others, or "merge": replica i takes the mean over
+    the replicas j ≡ i (mod N)."""
 
 
 @dataclass(frozen=True, kw_only=True)

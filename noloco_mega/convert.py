@@ -14,7 +14,8 @@ from safetensors import safe_open
 
 from noloco_mega import config as configs
 from noloco_mega import streamed
-from noloco_mega.checkpoint import Weights
+from noloco_mega.checkpoint.format import MANIFEST
+from noloco_mega.checkpoint.reader import SavedReplica
 from noloco_mega.data import tokenizer_json
 from noloco_mega.data.tokenizer import Tokenizer
 from noloco_mega.model import hf
@@ -266,12 +267,12 @@ def import_model(folder: Path, output: Path, *, max_shard_bytes: int = 5 * 10**9
     return model, remarks
 
 
-def origin_of(weights: Weights) -> Mapping[str, Any]:
+def origin_of(weights: SavedReplica) -> Mapping[str, Any]:
     """What is known of the Hugging Face model that weights were imported from, themselves or through run.init_from."""
     if "huggingface" in weights.manifest:
         return weights.manifest["huggingface"]
     before = weights.manifest.get("config", {}).get("run", {}).get("init_from")
-    return origin_of(Weights(Path(before))) if before and (Path(before) / "manifest.json").exists() else {}
+    return origin_of(SavedReplica(Path(before))) if before and (Path(before) / MANIFEST).exists() else {}
 
 
 def _finite(name: str, tensor: torch.Tensor) -> torch.Tensor:

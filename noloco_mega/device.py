@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import os
+import socket
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -20,15 +22,50 @@ class Device:
     def is_cuda(self) -> bool:
         return self.device.type == "cuda"
 
+    def copy_to_host(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Copy each (host tensor, source) and return when all are there; on a GPU the copies are queued together."""
+        for host, source in pairs:
+            host.copy_(source, non_blocking=self.is_cuda)
+        if self.is_cuda:
+            torch.cuda.synchronize(self.device)
 
-def select(local_rank: int) -> Device:
+    def host_tensor(self, like: torch.Tensor) -> torch.Tensor:
+        """A contiguous CPU tensor of this shape and dtype, page-locked where a GPU will copy into it."""
+        return torch.empty(like.shape, dtype=like.dtype, pin_memory=self.is_cuda)
+
+    def generator_states(self) -> dict[str, torch.Tensor]:
+        """The states of torch's random generators in this process: uint8 tensors on the CPU."""
+        states = {"cpu": torch.get_rng_state()}
+        if self.is_cuda:
+            states["device"] = torch.cuda.get_rng_state(self.device)
+        return states
+
+    def set_generator_states(self, states: Mapping[str, torch.Tensor]) -> None:
+        """Go on from a `generator_states` of the same kind of device."""
+        torch.set_rng_state(states["cpu"])
+        if self.is_cuda and "device" in states:
+            torch.cuda.set_rng_state(states["device"], self.device)
+
+
+def select(local_rank: int, wanted: str = "auto") -> Device:
     """The device of a process: its node's GPU number `local_rank` where CUDA exists, else the CPU.
 
     A launcher that gives each task one GPU of its own (SLURM's --gpus-per-task) names it in CUDA_VISIBLE_DEVICES; the
     process then knows it as number 0, whatever its local rank. Must run before any process group exists: it sets what
-    NCCL's watchdog reads once. Raises ValueError if the node has fewer GPUs than local ranks.
+    NCCL's watchdog reads once. `wanted` is the config's run.device. Raises ValueError if the node has fewer GPUs than
+    local ranks, or none although "cuda" is wanted.
     """
+    if wanted == "cpu":
+        return Device(torch.device("cpu"), "gloo")
     if not torch.cuda.is_available():
+        if wanted == "cuda":
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
+            raise ValueError(
+                f'run.device is "cuda", but this process on {socket.gethostname()} sees no GPU: '
+                f"CUDA_VISIBLE_DEVICES is {visible} and torch {torch.__version__}"
+                + (f" was built for CUDA {torch.version.cuda}" if torch.version.cuda else " was built without CUDA")
+                + '. Ask the scheduler for GPUs, install a CUDA build of torch, or set run.device to "auto"'
+            )
         return Device(torch.device("cpu"), "gloo")
     count = torch.cuda.device_count()
     named = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]

@@ -12,7 +12,7 @@ from noloco_mega.grid import Place
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
-    """--config (or --deepspeed_config), --set and the launchers' --local_rank."""
+    """--config (or --deepspeed_config), --set, --resume and the launchers' --local_rank."""
     parser.add_argument(
         "--config", "--deepspeed_config", dest="config", required=True, metavar="FILE", help="the run's JSON file"
     )
@@ -23,6 +23,11 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="KEY=VALUE",
         help="override one key, dotted: --set noloco.inner_steps=20 (repeatable)",
+    )
+    parser.add_argument(
+        "--resume",
+        metavar="WHERE",
+        help="go on from a checkpoint: auto, newest or a step; short for --set run.resume=WHERE",
     )
     # Some launchers hand it to every process; the rank variables say the same.
     parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
@@ -37,7 +42,10 @@ def rank_of_run(arguments: argparse.Namespace) -> tuple[config.Config, launcher.
 
 def load_config(arguments: argparse.Namespace) -> config.Config:
     """The config that the arguments name. Raises ConfigError."""
-    return config.load(arguments.config, arguments.overrides)
+    overrides = list(arguments.overrides)
+    if arguments.resume is not None:
+        overrides.append(f"run.resume={arguments.resume}")
+    return config.load(arguments.config, overrides)
 
 
 def guarded(command: Callable[[argparse.Namespace], None], arguments: argparse.Namespace) -> int:

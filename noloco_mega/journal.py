@@ -10,7 +10,9 @@
     missed, missed_reason      partners whose data did not arrive whole
     spread                     ‖c_i − c_j‖ / ‖c_i‖ of the exchange
     unacknowledged             partners whose data arrived but who did not confirm that they have ours
+    save_seconds               for which training stood still to save checkpoints since the last row
     val_loss                   at evaluations: nats per token on the validation samples, along identity routes
+    resumed                    the run went on from here: what this replica has written beyond is void (see read_rows)
 
 Every row has every column; null where the step had no such thing.
 Beside them probe.jsonl holds, for each outer step, a few of the replica's weights right before and right after it, from
@@ -22,8 +24,10 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
+
+import torch
 
 from noloco_mega.comm.membership import Peers
 from noloco_mega.config import Config
@@ -35,6 +39,7 @@ from noloco_mega.pipeline import StepLoss
 COLUMNS = (
     *("step", "replica", "loss", "lr", "grad_norm", "tokens", "tokens_per_second", "outer_step", "partner"),
     *("exchange_seconds", "exchange_bytes", "missed", "missed_reason", "unacknowledged", "spread", "val_loss"),
+    "save_seconds",
 )
 
 
@@ -43,16 +48,18 @@ class Journal:
     one of them (the last stage's first, which has the loss) writes."""
 
     def __init__(self, config: Config, place: Place) -> None:
-        """Raises FileExistsError, before anything is started or written, if the run's folder holds one already."""
+        """Raises FileExistsError, before anything is started or written, if the run's folder holds one already which is
+        not to be resumed."""
         grid = config.topology.grid()
         self.folder = config.output
         self.replica_folder = config.replica_folder(place.replica)
         self._config, self._place = config, place
         self._leads = grid.replica_rank(place) == 0
-        if self._leads and self.replica_folder.exists() and any(self.replica_folder.iterdir()):
+        before = self.replica_folder.exists() and any(self.replica_folder.iterdir())
+        if self._leads and before and config.run.resume == "no":
             raise FileExistsError(
-                f"{self.replica_folder} holds an earlier run, which would be overwritten: choose another run.name "
-                f"(--set run.name=NAME) or move the folder away"
+                f"{self.replica_folder} holds an earlier run, which would be overwritten: go on with it "
+                f"(--resume auto), choose another run.name (--set run.name=NAME) or move the folder away"
             )
         self._writes = place.stage == grid.stages - 1 and place.data == place.tensor == 0
         self._trackers = Trackers()
@@ -64,28 +71,40 @@ class Journal:
         self._skipping = False
         self._since = time.monotonic()
         self._logged_step = 0
+        self._save_seconds = 0.0
+        self.last: dict[str, float] = {}
+        """The last "loss" and "val_loss" of the replica, on all its ranks."""
 
-    def begin(self) -> None:
-        """Open the files: by now the run has met, so that one which could not start leaves nothing behind."""
+    def begin(self, start: int, outer_step: int = 0, losses: Sequence[tuple[float, int]] = ()) -> None:
+        """Open the files: by now the run has met, so that one which could not start leaves nothing behind.
+
+        It goes on from inner step `start` and outer step `outer_step`; `losses` are those that `pending` gave there.
+        """
         if self._leads or self._writes:
             self.replica_folder.mkdir(parents=True, exist_ok=True)
         if self._leads and self._place.replica == 0:
             write_json(self.folder / "config.json", self._config.to_json())
         if self._writes:
-            trackers: list[Tracker] = [JsonLines(self.folder / "metrics.jsonl")]
+            rows, probes = JsonLines(self.folder / "metrics.jsonl"), JsonLines(self.replica_folder / "probe.jsonl")
+            resumes = self._config.run.resume != "no"
+            if resumes:
+                rows.log({"step": start, "replica": self._place.replica, "resumed": True})
+                probes.log({"outer_step": outer_step, "resumed": True})
+            trackers: list[Tracker] = [rows]
             if self._config.run.tensorboard:
-                trackers.append(TensorBoard(self.replica_folder))
+                trackers.append(TensorBoard(self.replica_folder, start if resumes else None))
             if self._place.replica == 0:
-                trackers.append(ProgressLine(self._config.run.steps, self._config.topology.replicas))
+                trackers.append(ProgressLine(self._config.run.steps, self._config.topology.replicas, start))
             self._trackers = Trackers(trackers)
-            self._probes = Trackers([JsonLines(self.replica_folder / "probe.jsonl")])
-        self._since = time.monotonic()
+            self._probes = Trackers([probes])
+        self._losses = [StepLoss(torch.tensor(total, dtype=torch.float64), count) for total, count in losses]
+        self._since, self._logged_step = time.monotonic(), start
 
     def evaluate(self, evaluation: Callable[[], StepLoss], peers: Peers) -> None:
         """Run an evaluation; its loss goes into the row that comes next."""
         began = time.monotonic()
         total, count = peers.total(_sum_and_count([evaluation()]))
-        self._val_loss = total / count
+        self._val_loss = self.last["val_loss"] = total / count
         self._since += time.monotonic() - began  # an evaluation's time is not training time
 
     def started(self) -> None:
@@ -116,6 +135,7 @@ class Journal:
         steps, seconds = step - self._logged_step, now - self._since
         sent = outer.last_report.sent_bytes if exchanged and outer.last_report else 0
         total, count, exchange_bytes = peers.total([*_sum_and_count(self._losses), sent])
+        self.last["loss"] = total / count
         row: dict[str, Any] = {
             "loss": total / count,
             "lr": lr,
@@ -123,12 +143,23 @@ class Journal:
             "tokens": step * self._config.replica_step_tokens,
             "tokens_per_second": steps * self._config.replica_step_tokens / seconds,
         }
+        if self._save_seconds:
+            row["save_seconds"] = self._save_seconds
         if exchanged:
             row |= self._exchange(outer, int(exchange_bytes))
             self._log_probe(outer)
         self._log(step, row)
         self._losses.clear()
+        self._save_seconds = 0.0
         self._since, self._logged_step = now, step
+
+    def pending(self) -> list[tuple[float, int]]:
+        """The losses (total, microbatches) of this rank that no row holds yet."""
+        return [(float(loss.total), loss.microbatches) for loss in self._losses]
+
+    def saved(self, seconds: float) -> None:
+        """Training stood still for so long to save a checkpoint."""
+        self._save_seconds += seconds
 
     def warn(self, text: str) -> None:
         """Tell the user of something that went wrong and was dealt with."""

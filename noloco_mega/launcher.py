@@ -2,11 +2,13 @@
 
     NOLOCO_REPLICA      this launch is one replica, and this is its number; absent: one launch for the whole run
     NOLOCO_RENDEZVOUS   host:port of a running rendezvous; absent: rank 0 of a one-launch run serves it
-    NOLOCO_HOST         the address this process listens on and is reached at; absent: loopback
+    NOLOCO_HOST         the address this process listens on and is reached at; absent: loopback; "auto": the one from
+                        which this host reaches the rendezvous (or the launcher's MASTER_ADDR)
     NOLOCO_IFNAME       or the network interface whose address that is
+    NOLOCO_RANKS        "mpi4py": ask MPI itself who this process is, where its launcher sets no variables known here
     NOLOCO_SECRET, NOLOCO_SECRET_FILE    the run's secret; absent: a file of the user's own (see `secret`)
 
-Nothing here opens a connection.
+Nothing here opens a connection or sends anything, but for MPI's own start-up where it is asked for.
 """
 
 from __future__ import annotations
@@ -73,6 +75,10 @@ class Launch:
 
 def read(environ: Mapping[str, str] = os.environ) -> Launch:
     """The launcher's variables. Raises LaunchError where no launcher started this process or they make no sense."""
+    if environ.get("NOLOCO_RANKS") == "mpi4py":
+        environ = {**environ, **_ask_mpi()}
+    elif "NOLOCO_RANKS" in environ:
+        raise LaunchError(f'NOLOCO_RANKS = {environ["NOLOCO_RANKS"]!r}: the one known value is "mpi4py"; or unset it')
     for variables in LAUNCHERS:
         if variables.rank in environ and (variables.inside is None or variables.inside in environ):
             break
@@ -90,7 +96,7 @@ def read(environ: Mapping[str, str] = os.environ) -> Launch:
         master = (environ["MASTER_ADDR"], _integer(environ, "MASTER_PORT"))
     interface = environ.get("NOLOCO_IFNAME")
     rendezvous = address(environ["NOLOCO_RENDEZVOUS"]) if "NOLOCO_RENDEZVOUS" in environ else None
-    host = _host(environ.get("NOLOCO_HOST"), interface)
+    host = _host(environ.get("NOLOCO_HOST"), interface, rendezvous or master)
     _refuse_unreachable(host, rendezvous or master)
     return Launch(
         launcher=variables.launcher,
@@ -193,11 +199,29 @@ def _refuse_unreachable(host: str, meeting: Address | None) -> None:
         raise LaunchError(
             f"the run meets at {meeting[0]}:{meeting[1]}, on another machine, but this rank would listen on {host}, "
             "where no other machine reaches it: set NOLOCO_IFNAME to the network interface to use, or NOLOCO_HOST to "
-            "this machine's address"
+            'this machine\'s address, or to "auto" for the one on the way there'
         )
 
 
-def _host(host: str | None, interface: str | None) -> str:
+def _ask_mpi() -> dict[str, str]:
+    """Rank, size and local rank as MPI knows them, under torchrun's names. Raises LaunchError without MPI."""
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise LaunchError(
+            f"NOLOCO_RANKS = mpi4py, but no MPI library can be loaded ({error}): install MPICH or Open MPI on every "
+            "node (apt-get install mpich, or a cluster's `module load`), or set MPI4PY_LIBMPI=/path/libmpi.so"
+        ) from error
+    world = MPI.COMM_WORLD
+    node = world.Split_type(MPI.COMM_TYPE_SHARED)
+    return {"RANK": str(world.rank), "WORLD_SIZE": str(world.size), "LOCAL_RANK": str(node.rank)}
+
+
+def _host(host: str | None, interface: str | None, meeting: Address | None) -> str:
+    if host == "auto":
+        if meeting is None:
+            raise LaunchError("NOLOCO_HOST = auto needs NOLOCO_RENDEZVOUS or MASTER_ADDR to find the way to")
+        return _source_address(meeting)
     if host is not None:
         return host
     if interface is None:
@@ -209,3 +233,16 @@ def _host(host: str | None, interface: str | None) -> str:
         if item.family == socket.AF_INET:
             return item.address
     raise LaunchError(f"NOLOCO_IFNAME = {interface} has no IPv4 address; set NOLOCO_HOST to the address to use")
+
+
+def _source_address(meeting: Address) -> str:
+    """This host's address on its route to `meeting`. A datagram socket is connected, which sends nothing."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(meeting)
+        except OSError as error:
+            raise LaunchError(
+                f"this host ({socket.gethostname()}) finds no route to {meeting[0]}: {error}. Correct the host in "
+                "NOLOCO_RENDEZVOUS (or MASTER_ADDR), or set NOLOCO_HOST to an address or NOLOCO_IFNAME"
+            ) from error
+        return probe.getsockname()[0]

@@ -13,24 +13,26 @@ import torch
 from pydantic import TypeAdapter
 
 from noloco_mega import config as configs
-from noloco_mega.checkpoint import CheckpointError, Weights
+from noloco_mega.checkpoint.format import MANIFEST, CheckpointError
+from noloco_mega.checkpoint.reader import SavedReplica
 from noloco_mega.data.loader import Loader
 from noloco_mega.model.whole import whole_model
 from noloco_mega.streamed import Planned
 
 
-def weights_of(folder: Path) -> list[Weights]:
-    """The weights in `folder`: those of a folder of weights, of one replica, or of all replicas of a run.
+def weights_of(folder: Path) -> list[SavedReplica]:
+    """The weights in `folder`: one replica's, or all replicas' of a run, final or of one step's checkpoint.
 
     Raises ValueError if there are none.
     """
-    for folders in ([folder], [folder / "weights"], sorted(folder.glob("replica_*/weights"))):
-        if folders and all((inside / "manifest.json").exists() for inside in folders):
-            return [Weights(inside) for inside in folders]
+    many = (sorted(folder.glob(pattern)) for pattern in ("replica_*/weights", "replica_*"))
+    for folders in ([folder], [folder / "weights"], *many):
+        if folders and all((inside / MANIFEST).exists() for inside in folders):
+            return [SavedReplica(inside) for inside in folders]
     raise ValueError(f"{folder} is no folder of weights, and holds no replica_*/weights: not a finished run")
 
 
-def model_of(weights: Weights) -> configs.Model:
+def model_of(weights: SavedReplica) -> configs.Model:
     """The model that these weights are for. Raises CheckpointError where the manifest does not say."""
     run = weights.manifest.get("config")
     block = run["model"] if run else weights.manifest.get("model")
@@ -39,7 +41,7 @@ def model_of(weights: Weights) -> configs.Model:
     return TypeAdapter(configs.Model).validate_json(json.dumps(block))
 
 
-def run_of(weights: Weights) -> configs.Config | None:
+def run_of(weights: SavedReplica) -> configs.Config | None:
     """The run that these weights come from; None for imported ones."""
     raw: dict[str, Any] | None = weights.manifest.get("config")
     return None if raw is None else configs.parse(raw)
@@ -62,15 +64,12 @@ def differences(one: configs.Model, other: configs.Model, ignored: Sequence[str]
     ]
 
 
-def planned(weights: Weights) -> list[Planned]:
+def planned(weights: SavedReplica) -> list[Planned]:
     """What these weights hold, in the order of the model, without reading it."""
-    found: dict[str, Planned] = {}
-    for entry in weights.manifest["tensors"]:
-        found[entry["name"]] = Planned(entry["name"], tuple(entry["shape"]), getattr(torch, entry["dtype"]))
-    return [found[name] for name in weights.names]
+    return [Planned(name, weights.shape(name), weights.dtype(name)) for name in weights.names]
 
 
-def weighted_tensor(replicas: Sequence[Weights], factors: Sequence[float], name: str) -> torch.Tensor:
+def weighted_tensor(replicas: Sequence[SavedReplica], factors: Sequence[float], name: str) -> torch.Tensor:
     """Σ factor·tensor over replicas of one parameter, accumulated in fp32 in their order, in the parameter's dtype.
 
     `factors` add up to 1. Holds two tensors at a time.
@@ -86,7 +85,7 @@ def weighted_tensor(replicas: Sequence[Weights], factors: Sequence[float], name:
     return total.to(dtype)
 
 
-def deviation(replicas: Sequence[Weights]) -> float:
+def deviation(replicas: Sequence[SavedReplica]) -> float:
     """sqrt(mean_i ‖θ_i − θ̄‖²) / ‖θ̄‖ over all parameters; 0 for one replica."""
     squares = norm = 0.0
     for name in replicas[0].names:

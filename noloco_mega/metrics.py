@@ -5,12 +5,13 @@ A tracker takes rows: dictionaries with at least `step` and `replica`. What a ro
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import math
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,6 +22,8 @@ Row = Mapping[str, Any]
 
 ORDER = ("loss", "val_loss", "spread", "speed", "left")
 """Of the parts of the progress line."""
+TAIL_BYTES = 1 << 16
+"""Read at once in search of the last line's beginning."""
 
 
 class Tracker(Protocol):
@@ -36,19 +39,26 @@ class JsonLines:
 
     Each row is one write to the end of the file, under a lock where one can be had at once or soon: rows of several
     replicas never mix, also on a network file system that supports POSIX locks, and a process that was suspended
-    while it held the lock holds nobody.
+    while it held the lock holds nobody. A last line that a dying process has cut off is removed first.
     """
 
     LOCK_SECONDS = 1.0
 
     def __init__(self, path: Path) -> None:
-        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - lives as long as the run
+        self._file = open(path, "ab+", buffering=0)  # noqa: SIM115 - lives as long as the run
+        with self._locked():
+            self._drop_cut_line()
 
     def log(self, row: Row) -> None:
         line = json.dumps({key: _plain(value) for key, value in row.items()}) + "\n"
+        with self._locked():
+            self._file.write(line.encode())
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
         locked = self._lock()
         try:
-            self._file.write(line.encode())
+            yield
         finally:
             if locked:
                 fcntl.lockf(self._file, fcntl.LOCK_UN)
@@ -63,6 +73,18 @@ class JsonLines:
                 time.sleep(0.005)
         return False
 
+    def _drop_cut_line(self) -> None:
+        end = position = self._file.seek(0, os.SEEK_END)
+        tail = b""
+        while position > 0 and b"\n" not in tail:
+            start = max(0, position - TAIL_BYTES)
+            self._file.seek(start)
+            tail = self._file.read(position - start)
+            position = start
+        whole = position + tail.rfind(b"\n") + 1
+        if whole < end:
+            self._file.truncate(whole)
+
     def close(self) -> None:
         self._file.close()
 
@@ -70,10 +92,11 @@ class JsonLines:
 class TensorBoard:
     """The numeric values of a row as scalars, one event file per replica."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, start: int | None = None) -> None:
+        """`start`: the step that the run goes on from; events of later steps, which it left there, disappear."""
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(folder))
+        self._writer = SummaryWriter(str(folder), purge_step=None if start is None else start + 1)
 
     def log(self, row: Row) -> None:
         for key, value in row.items():
@@ -92,10 +115,11 @@ class ProgressLine:
 
     PLAIN_SECONDS = 5.0
 
-    def __init__(self, steps: int, replicas: int) -> None:
+    def __init__(self, steps: int, replicas: int, start: int = 0) -> None:
         self._console = Console()
         self._steps = steps
         self._replicas = replicas
+        self._start = start
         self._began: float | None = None
         self._printed = -math.inf
         self._shown: dict[str, str] = {}
@@ -105,13 +129,14 @@ class ProgressLine:
             console=self._console,
             disable=not self._console.is_terminal,
         )
-        self._task = self._live.add_task("", total=steps)
+        self._task = self._live.add_task("", total=steps, completed=start)
         self._live.start()
 
     def log(self, row: Row) -> None:
         step, now = row["step"], time.monotonic()
         if self._began is None:
-            self._began = now  # the row of the start, which follows the first evaluation
+            # The row of the start, which follows the first evaluation; or the first row of a resumed run.
+            self._began, self._start = now, step
         if row.get("loss") is not None:
             self._shown["loss"] = f"loss {row['loss']:.3f}"
         if row.get("val_loss") is not None:
@@ -120,8 +145,9 @@ class ProgressLine:
             self._shown["spread"] = f"spread {row['spread']:.3f}"
         if row.get("tokens_per_second") is not None:
             self._shown["speed"] = f"{row['tokens_per_second'] * self._replicas:,.0f} tokens/s"
-        if 0 < step < self._steps:
-            self._shown["left"] = f"{(now - self._began) / step * (self._steps - step):,.0f} s left"
+        if self._start < step < self._steps:
+            left_seconds = (now - self._began) / (step - self._start) * (self._steps - step)
+            self._shown["left"] = f"{left_seconds:,.0f} s left"
         else:
             self._shown.pop("left", None)
         text = "  ".join(self._shown[key] for key in ORDER if key in self._shown)
@@ -151,19 +177,36 @@ class Trackers:
             tracker.close()
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """All rows of a metrics.jsonl, in file order. A last line cut off by a killed process is left out."""
-    rows = []
+def read_rows(path: Path, counter: str = "step") -> list[dict[str, Any]]:
+    """The rows of a metrics.jsonl (or of another file whose rows count by `counter`), in file order, as one run.
+
+    A run that was resumed at `counter` c begins there with a row that says "resumed": true. Such rows are left out, and
+    with them what the replica had written beyond c before (all of it, where c is 0: the run began anew). A last
+    line cut off by a killed process is left out.
+    """
+    rows: dict[int, dict[str, Any]] = {}
+    of_replica: dict[Any, list[int]] = {}
+    for number, row in enumerate(_lines(path)):
+        own = of_replica.setdefault(row.get("replica"), [])
+        if row.get("resumed"):
+            while own and (rows[own[-1]][counter] > row[counter] or row[counter] == 0):
+                del rows[own.pop()]
+            continue
+        own.append(number)
+        rows[number] = row
+    return list(rows.values())
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
     lines = path.read_text().split("\n")
     for number, line in enumerate(lines):
         if not line:
             continue
         try:
-            rows.append({key: _number(value) for key, value in json.loads(line).items()})
+            yield {key: _number(value) for key, value in json.loads(line).items()}
         except json.JSONDecodeError:
             if number != len(lines) - 1:
                 raise ValueError(f"{path}, line {number + 1} is not JSON") from None
-    return rows
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -23,11 +23,22 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from noloco_mega.checkpoint import FORMAT, MANIFEST
+from noloco_mega.checkpoint import format
+from noloco_mega.checkpoint.format import RankContent, Span
+from noloco_mega.comm.transfer import bytes_of
+from noloco_mega.model.parameters import ParameterSlices, Piece
 
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-CODES = {dtype: code for code, dtype in DTYPES.items()}
+DTYPES = {code: dtype for dtype, code in format.DTYPES.items() if dtype.is_floating_point}
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
+
+
+class Written(NamedTuple):
+    """What a file turned out to be."""
+
+    head: bytes
+    """Its header, with the length before it."""
+    sums: list[int]
+    """The CRC-32 of each tensor's bytes."""
 
 
 class Planned(NamedTuple):
@@ -64,9 +75,9 @@ def new_folder(folder: Path) -> Iterator[Path]:
         draft.mkdir(parents=True)
         yield draft
         for path in [*(path for path in draft.rglob("*") if path.is_file()), draft]:
-            _sync(path)
+            format.sync(path)
         os.rename(draft, folder)
-        _sync(draft.parent)
+        format.sync(draft.parent)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
 
@@ -86,8 +97,8 @@ def into_shards(planned: Iterable[Planned], max_bytes: int) -> list[list[Planned
 
 def write_shard(
     path: Path, planned: Sequence[Planned], tensors: Iterator[torch.Tensor], advance: Callable[[int], object]
-) -> list[int]:
-    """Write `planned`, taking the tensors in this order from an iterator; the CRC-32 of each one's bytes.
+) -> Written:
+    """Write `planned`, taking the tensors in this order from an iterator.
 
     `advance` is told the bytes written, tensor by tensor.
     """
@@ -95,22 +106,27 @@ def write_shard(
     start = 0
     for plan in planned:
         stop = start + plan.size_bytes
-        header[plan.name] = {"dtype": CODES[plan.dtype], "shape": list(plan.shape), "data_offsets": [start, stop]}
+        header[plan.name] = {
+            "dtype": format.DTYPES[plan.dtype],
+            "shape": list(plan.shape),
+            "data_offsets": [start, stop],
+        }
         start = stop
     encoded = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)
+    head = struct.pack("<Q", len(encoded)) + encoded
     sums = []
     with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(encoded)) + encoded)
+        file.write(head)
         for plan in planned:
             tensor = next(tensors)
             assert tuple(tensor.shape) == plan.shape and tensor.dtype == plan.dtype, f"{plan} is {tensor.shape}"
-            content = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
+            content = bytes_of(tensor.contiguous())
             file.write(content)
             sums.append(zlib.crc32(content))
             advance(plan.size_bytes)
             del tensor, content  # or it would be held while the next one is made
-    return sums
+    return Written(head, sums)
 
 
 def write_weights(
@@ -121,26 +137,40 @@ def write_weights(
     max_bytes: int,
     title: str,
 ) -> None:
-    """A replica's weights, unsharded, in the format of checkpoint.Weights, into an existing folder."""
-    entries = []
+    """A replica's weights, unsharded, as checkpoint.reader.SavedReplica reads them, into an existing folder.
+
+    Each shard is what a rank of the pipeline would have written.
+    """
+    parts = []
     shards = into_shards(planned, max_bytes)
     with progress(title, planned) as advance:
         for number, shard in enumerate(shards):
-            file = f"rank_{number:03d}.safetensors"
-            sums = write_shard(folder / file, shard, tensors, advance)
-            for plan, crc in zip(shard, sums, strict=True):
-                box = [[0, extent] for extent in plan.shape]
-                entries.append(
-                    {
-                        "name": plan.name,
-                        "file": file,
-                        "shape": list(plan.shape),
-                        "dtype": str(plan.dtype).removeprefix("torch."),
-                        "pieces": [[box, box]],
-                        "crc": crc,
-                    }
-                )
-    (folder / MANIFEST).write_text(json.dumps({"format": FORMAT, **facts, "tensors": entries}, indent=1))
+            written = write_shard(folder / format.file_name(number), shard, tensors, advance)
+            parts.append(_part(number, shard, written))
+    format.write_manifest(folder, parts, facts)
+
+
+def _part(number: int, shard: Sequence[Planned], written: Written) -> dict[str, Any]:
+    """What the manifest says of a file of whole tensors."""
+    entries, layouts, slices, offset = [], {}, [], len(written.head)
+    for plan, crc in zip(shard, written.sums, strict=True):
+        entries.append(
+            {
+                "key": plan.name,
+                "kind": "weight",
+                "dtype": str(plan.dtype).removeprefix("torch."),
+                "numel": math.prod(plan.shape),
+                "offset": offset,
+                "layout": plan.name,
+                "crc": crc,
+            }
+        )
+        layouts[plan.name] = [Span(plan.name, 0, 0, math.prod(plan.shape))]
+        box = tuple((0, extent) for extent in plan.shape)
+        slices.append(ParameterSlices(plan.name, plan.shape, (Piece(box, box),)))
+        offset += plan.size_bytes
+    content = RankContent(tensors=[], layouts=layouts, slices=slices, numbers={})
+    return format.part_of(number, written.head, offset, entries, content)
 
 
 @contextmanager
@@ -151,11 +181,3 @@ def progress(title: str, planned: Sequence[Planned]) -> Iterator[Callable[[int],
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task(title, total=sum(plan.size_bytes for plan in planned))
         yield lambda count: bar.advance(task, count)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -19,8 +19,10 @@ from types import FrameType
 
 import torch
 
-from noloco_mega import checkpoint, start
+from noloco_mega import start
 from noloco_mega.bootstrap import Connection
+from noloco_mega.checkpoint.keeper import Keeper
+from noloco_mega.checkpoint.weights import save_weights
 from noloco_mega.comm.control import NEVER
 from noloco_mega.comm.links import LinkBroken
 from noloco_mega.config import Config
@@ -52,6 +54,7 @@ def _train(config: Config, place: Place, run: Connection, stack: contextlib.Exit
     loader = open_loader(config, view_log)
     journal = Journal(config, place)
     run.join()
+    keeper = Keeper(config, place, run, loader, journal, view_log)
 
     model = build_stage(config.model, config.topology, run.world, torch.bfloat16 if config.bf16 else torch.float32)
     start.initial_weights(model, run.world, config)
@@ -62,11 +65,11 @@ def _train(config: Config, place: Place, run: Connection, stack: contextlib.Exit
     pipeline = Pipeline(engine.module, config, run.world, loader)
     evaluate = functools.partial(pipeline.evaluate, run.local)
 
-    journal.begin()
+    step, last_step = keeper.begin(engine, outer, peers), config.run.steps
     journal.tell(f"connected, {config.topology.replicas} replicas of {run.world.grid.replica_size} ranks in the run")
-    journal.evaluate(evaluate, peers)
-    journal.started()
-    step, last_step = 0, config.run.steps
+    if not keeper.resumed:
+        journal.evaluate(evaluate, peers)
+        journal.started()
     while step < last_step:
         # Inner step: M microbatches of every replica, each along its own route, then one step of AdamW.
         lr = engines.set_learning_rate(engine, step)
@@ -95,14 +98,17 @@ def _train(config: Config, place: Place, run: Connection, stack: contextlib.Exit
         if step == last_step or (config.run.eval_every and step % config.run.eval_every == 0):
             journal.evaluate(evaluate, peers)
         journal.stepped(step, lr, grad_norm, loss, outer, peers, last=step == last_step)
+        if step == last_step or keeper.due(step):
+            keeper.save(step)
 
-    checkpoint.save_weights(
+    save_weights(
         journal.replica_folder / "weights",
         dict(engine.module.named_parameters()),
         parameters.parameter_slices(engine.module, run.world),
         run.world,
-        {"step": step, "replica": place.replica, "config": config.to_json()},
+        {"step": step, **keeper.facts},
     )
+    keeper.close()
     journal.close()
     journal.tell(f"done after step {step} of {config.run.steps}, weights in {journal.replica_folder / 'weights'}")
     peers.close()

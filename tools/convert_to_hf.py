@@ -2,8 +2,9 @@
 
     python tools/convert_to_hf.py --checkpoint runs/NAME --output DIR [--replica R | --merge mean]
 
-Works from any number of stages and tensor ranks, one tensor at a time. The checkpoint is a run, one of its replicas, or
-a folder of weights. DIR is written beside and renamed; an existing one is never touched.
+Works from any number of stages and tensor ranks, one tensor at a time. The checkpoint is a run, one step's folder in
+its checkpoints (their fp32 masters are exported), one replica, or a folder of weights. DIR is written beside and
+renamed; an existing one is never touched.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ import argparse
 from pathlib import Path
 
 from noloco_mega import convert, merging, streamed
-from noloco_mega.checkpoint import Weights
+from noloco_mega.checkpoint.reader import SavedReplica
 from noloco_mega.convert import Source
 from noloco_mega.data.tokenizer import Tokenizer
 from noloco_mega.entry import guarded
 from noloco_mega.model.hf import ARCHITECTURES
 
 
-def choose(found: list[Weights], replica: int | None, merge: str | None) -> list[Weights]:
+def choose(found: list[SavedReplica], replica: int | None, merge: str | None) -> list[SavedReplica]:
     """The weights to export: one replica's, or all of them to be averaged. Raises ValueError if it is not clear."""
     if replica is not None:
         chosen = [weights for weights in found if weights.manifest.get("replica") == replica]
@@ -32,7 +33,7 @@ def choose(found: list[Weights], replica: int | None, merge: str | None) -> list
     return found
 
 
-def source_of(chosen: list[Weights]) -> Source:
+def source_of(chosen: list[SavedReplica]) -> Source:
     """One replica's weights, or the mean of several, with what the model card says about them."""
     first = chosen[0]
     run = merging.run_of(first)
@@ -84,7 +85,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--checkpoint", type=Path, required=True, help="runs/NAME, a replica, or a folder of weights")
+    parser.add_argument("--checkpoint", type=Path, required=True, help="runs/NAME, a step of its checkpoints, ...")
     parser.add_argument("--output", type=Path, required=True, help="the folder to make")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--replica", type=int, help="export this replica's weights")

@@ -154,7 +154,7 @@ def deviations(folder: Path) -> tuple[np.ndarray, np.ndarray]:
 
     sqrt(mean_i ‖θ_i − θ̄‖²) / ‖θ̄‖ over the weights that each replica's probe.jsonl samples.
     """
-    probes = [read_rows(path) for path in sorted(folder.glob("replica_*/probe.jsonl"))]
+    probes = [read_rows(path, "outer_step") for path in sorted(folder.glob("replica_*/probe.jsonl"))]
     answer = []
     for when in ("before", "after"):
         weights = np.array([[row[when] for row in rows] for rows in probes])  # [N, outer steps, sampled weights]

@@ -14,7 +14,7 @@ from typing import Any
 
 from noloco_mega import config as configs
 from noloco_mega import merging
-from noloco_mega.checkpoint import Weights, mean_tensor
+from noloco_mega.checkpoint.reader import SavedReplica, mean_tensor
 from noloco_mega.data.loader import open_loader
 from noloco_mega.entry import guarded
 from noloco_mega.metrics import write_json
@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> None:
         write_json(arguments.json, result)
 
 
-def domain(name: str, config: configs.Config, replicas: list[Weights]) -> dict[str, Any]:
+def domain(name: str, config: configs.Config, replicas: list[SavedReplica]) -> dict[str, Any]:
     """The losses on one of data.valid_domains, of each replica and of their mean; printed too."""
     loader = open_loader(config, views.initial(1), name)
     each = {w.manifest["replica"]: merging.loss_of(config, loader, w.tensor) for w in replicas}

@@ -14,7 +14,7 @@ import torch
 
 from noloco_mega import config as configs
 from noloco_mega import merging
-from noloco_mega.checkpoint import Weights, mean_tensor
+from noloco_mega.checkpoint.reader import SavedReplica, mean_tensor
 from noloco_mega.convert import HubModel
 from noloco_mega.data.tokenizer import Tokenizer
 from noloco_mega.entry import guarded
@@ -66,7 +66,7 @@ def source_of(folders: list[Path]) -> tuple[configs.Model, Callable[[str], torch
             raise ValueError("give one Hugging Face folder; only folders of a run's weights are averaged")
         hub = HubModel(folders[0])
         return hub.described.model, hub.tensor, folders[0]
-    replicas = [Weights(folder) for folder in folders]
+    replicas = [SavedReplica(folder) for folder in folders]
     config = merging.run_of(replicas[0])
     tokenizer = replicas[0].folder / "tokenizer" if config is None else Path(config.data.tokenizer)
     return merging.model_of(replicas[0]), lambda name: mean_tensor(replicas, name), tokenizer

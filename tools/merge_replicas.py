@@ -16,14 +16,14 @@ from pathlib import Path
 import torch
 
 from noloco_mega import merging, streamed
-from noloco_mega.checkpoint import Weights
+from noloco_mega.checkpoint.reader import SavedReplica
 from noloco_mega.data.loader import open_loader
 from noloco_mega.entry import guarded
 from noloco_mega.metrics import write_json
 from noloco_mega.plan import views
 
 
-def chosen(run: Path, replicas: list[int] | None) -> list[Weights]:
+def chosen(run: Path, replicas: list[int] | None) -> list[SavedReplica]:
     """The weights to merge, in the order given. Raises ValueError naming a replica that the run does not have, or
     weights of another step or model."""
     found = {weights.manifest["replica"]: weights for weights in merging.weights_of(run)}
@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> None:
     facts = dict(weights[0].manifest)
     merged_from = [{"replica": replica, "share": part} for replica, part in zip(names, parts, strict=True)]
     facts |= {"replica": names[0], "merged": merged_from, "model": asdict(merging.model_of(weights[0]))}
-    for key in ("format", "tensors"):
+    for key in ("format", "parts"):
         del facts[key]
 
     def tensors() -> Iterator[torch.Tensor]:
@@ -71,12 +71,12 @@ def run(arguments: argparse.Namespace) -> None:
     result = {"merged": merged_from, "deviation": merging.deviation(weights)}
     print(f"deviation of the replicas from their mean: {result['deviation']:.4f}")
     if not arguments.no_evaluation:
-        result |= losses(weights, Weights(arguments.output))
+        result |= losses(weights, SavedReplica(arguments.output))
     if arguments.json:
         write_json(arguments.json, result)
 
 
-def losses(weights: list[Weights], merged: Weights) -> dict[str, object]:
+def losses(weights: list[SavedReplica], merged: SavedReplica) -> dict[str, object]:
     """Validation losses of the replicas and of what was made of them, printed too."""
     config = merging.run_of(weights[0])
     if config is None:
@@ -100,7 +100,7 @@ def decimals(text: str) -> list[float]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path, help="folder of the run, runs/NAME")
+    parser.add_argument("run", type=Path, help="folder of the run, or of one step of its checkpoints")
     parser.add_argument("--output", type=Path, required=True, help="the folder of weights to make")
     parser.add_argument("--replicas", type=integers, metavar="R,R", help="merge only these (default: all)")
     parser.add_argument("--factors", type=decimals, metavar="F,F", help="in the replicas' order; default: equal")

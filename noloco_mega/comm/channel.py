@@ -187,7 +187,9 @@ class Listener:
             family = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
             self._server = socket.create_server((host, port), family=family, backlog=512)
         except OSError as error:
-            raise ValueError(f"cannot listen on {spoken((host, port))}: {error}") from error
+            taken = "; another process has this port: choose another one, or 0 for any free one"
+            hint = taken if error.errno == errno.EADDRINUSE else ""
+            raise ValueError(f"cannot listen on {spoken((host, port))}: {error.strerror}{hint}") from error
         self.address: Address = (public_host or host, self._server.getsockname()[1])
         self._server.setblocking(False)
         self._wake, self._woken = socket.socketpair()

@@ -1,22 +1,92 @@
-"""What do replicas tell each other beside activations and outer state? For now: at which step to stop.
+"""What do replicas tell each other beside activations and outer state? Small news among their leaders, and a stop step.
 
-Every replica's leader (its rank 0) holds one `StopAgreement`. A replica that was asked to stop proposes a step a
-little ahead; whoever has already gone past a proposal raises it, and the largest step wins. At that step a leader
-tells the others that it has arrived and waits until everybody has, or until a larger step turns up, or, for those
-that don't answer, until a deadline. So replicas coupled by random routes all leave after the same inner step, and a
-replica that hangs holds nobody.
+Every replica's leader (its rank 0) holds one `Leaders`, which carries news to all others as best it can: whoever can't
+be reached misses them, so news repeat what is still of use. Whoever needs an answer builds it on top.
+
+`StopAgreement` is one such: a replica that was asked to stop proposes a step a little ahead; whoever has already gone
+past a proposal raises it, and the largest step wins. At that step a leader tells the others that it has arrived and
+waits until everybody has, or until a larger step turns up, or, for those that don't answer, until a deadline. So
+replicas coupled by random routes all leave after the same inner step, and a replica that hangs holds nobody.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from noloco_mega.comm.channel import Address, Channel, Listener, Message, dial
 
 # A step that no run reaches; small enough for an int64 sum.
 NEVER = 1 << 60
+
+News = Callable[[int, Message], None]
+"""Takes the sender's replica and its message; called from threads of its own, several at once."""
+
+
+class Leaders:
+    """One leader's line to the leaders of all other replicas. All methods are safe to call from any thread."""
+
+    TELL_SECONDS = 5.0
+    """How long one leader is tried."""
+
+    def __init__(self, replica: int, listener: Listener, secret: bytes, run_id: str) -> None:
+        self.replica = replica
+        self._listener = listener
+        self._secret = secret
+        self._run_id = run_id
+        self._leaders: dict[int, Address] = {}
+        self._under_way: set[threading.Thread] = set()
+        self.gone: set[int] = set()
+        """The replicas whose leader's process is known to have ended."""
+        self.on_gone: list[Callable[[], None]] = []
+        """Called whenever `gone` grows, from a thread of its own."""
+
+    def connect(self, leaders: Mapping[int, Address]) -> None:
+        """Learn where the other replicas' leaders listen."""
+        self._leaders = {replica: where for replica, where in leaders.items() if replica != self.replica}
+
+    @property
+    def others(self) -> tuple[int, ...]:
+        """The other replicas."""
+        return tuple(self._leaders)
+
+    def subscribe(self, kind: str, news: News) -> None:
+        """Hand messages of this kind from other leaders of this run to `news`."""
+
+        def take(channel: Channel, hello: Message) -> None:
+            channel.close()
+            sender = hello.get("replica")
+            if hello.get("run") == self._run_id and isinstance(sender, int):
+                news(sender, hello)
+
+        self._listener.register(kind, take)
+
+    def broadcast(self, kind: str, message: Message) -> None:
+        """Send a message to all others; returns at once."""
+        hello = {"kind": kind, "run": self._run_id, "replica": self.replica, **message}
+        for replica, where in self._leaders.items():
+            # One thread each: a leader that hangs must not delay the message to the next one.
+            thread = threading.Thread(target=self._tell, args=(replica, where, hello), daemon=True)
+            self._under_way.add(thread)
+            thread.start()
+
+    def flush(self) -> None:
+        """Wait until every message has been handed over or given up (TELL_SECONDS at most)."""
+        for thread in list(self._under_way):
+            thread.join()
+
+    def _tell(self, replica: int, where: Address, hello: Message) -> None:
+        try:
+            dial(where, self._secret, hello, timeout_seconds=self.TELL_SECONDS).close()
+        except ConnectionRefusedError:
+            # Its listener existed when the replicas met: the process is gone, and not to be waited for.
+            self.gone.add(replica)
+            for notify in self.on_gone:
+                notify()
+        except OSError:
+            pass  # silent for whatever reason: news may be missed
+        self._under_way.discard(threading.current_thread())
 
 
 class StopAgreement:
@@ -26,21 +96,14 @@ class StopAgreement:
     MARGIN = 2
     """Steps between a proposal and the earliest stop: one for the message, one for the replica's own agreement."""
 
-    def __init__(self, replica: int, listener: Listener, secret: bytes, run_id: str) -> None:
-        self._replica = replica
-        self._secret = secret
-        self._run_id = run_id
-        self._leaders: dict[int, Address] = {}
+    def __init__(self, leaders: Leaders) -> None:
+        self._leaders = leaders
         self._changed = threading.Condition()
         self._stop_step = NEVER
         self._decided_through = 0
         self._arrived: dict[int, int] = {}
-        self._gone: set[int] = set()
-        listener.register(self.KIND, self._on_message)
-
-    def connect(self, leaders: Mapping[int, Address]) -> None:
-        """Learn where the other replicas' leaders listen."""
-        self._leaders = {replica: where for replica, where in leaders.items() if replica != self._replica}
+        leaders.subscribe(self.KIND, self._on_message)
+        leaders.on_gone.append(self._look_again)
 
     def decide(self, step: int) -> int:
         """The stop step known now, which settles whether to stop at `step` + 1 or before; NEVER if none is known."""
@@ -65,14 +128,18 @@ class StopAgreement:
             while self._stop_step <= step:
                 missing = [
                     replica
-                    for replica in self._leaders
-                    if self._arrived.get(replica, -1) < step and replica not in self._gone
+                    for replica in self._leaders.others
+                    if self._arrived.get(replica, -1) < step and replica not in self._leaders.gone
                 ]
                 left = deadline - time.monotonic()
                 if not missing or left <= 0:
                     return True
                 self._changed.wait(left)
             return False
+
+    def _look_again(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
 
     def _raise_to(self, step: int) -> None:
         """Take `step`, or a later one if the agreement on `step` has already been passed; callers hold the lock."""
@@ -81,14 +148,13 @@ class StopAgreement:
         self._stop_step = step if step > self._decided_through else self._decided_through + self.MARGIN
         self._changed.notify_all()
 
-    def _on_message(self, channel: Channel, hello: Message) -> None:
-        channel.close()
-        stop, arrived, sender = hello.get("stop"), hello.get("arrived"), hello.get("replica")
-        if hello.get("run") != self._run_id or not isinstance(stop, int) or not 0 <= stop < NEVER:
+    def _on_message(self, sender: int, message: Message) -> None:
+        stop, arrived = message.get("stop"), message.get("arrived")
+        if not isinstance(stop, int) or not 0 <= stop < NEVER:
             return
         with self._changed:
             self._raise_to(stop)
-            if isinstance(arrived, int) and isinstance(sender, int):
+            if isinstance(arrived, int):
                 self._arrived[sender] = max(self._arrived.get(sender, -1), arrived)
                 self._changed.notify_all()
             news = self._stop_step
@@ -96,18 +162,4 @@ class StopAgreement:
             self._broadcast({"stop": news})
 
     def _broadcast(self, message: Message) -> None:
-        hello = {"kind": self.KIND, "run": self._run_id, "replica": self._replica, **message}
-        for replica, where in self._leaders.items():
-            # One thread each: a leader that hangs must not delay the message to the next one.
-            threading.Thread(target=self._tell, args=(replica, where, hello), daemon=True).start()
-
-    def _tell(self, replica: int, where: Address, hello: Message) -> None:
-        try:
-            dial(where, self._secret, hello, timeout_seconds=5.0).close()
-        except ConnectionRefusedError:
-            # Its listener existed when the replicas met: the process is gone, and not to be waited for.
-            with self._changed:
-                self._gone.add(replica)
-                self._changed.notify_all()
-        except OSError:
-            return  # silent for whatever reason: `confirm` waits for it until its timeout
+        self._leaders.broadcast(self.KIND, message)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 import torch.distributed as dist
 
+from noloco_mega import versions
 from noloco_mega.comm.channel import Address
 from noloco_mega.plan import pairing, views
 
@@ -29,7 +30,13 @@ COMPLAINTS = {
 
 
 def refuse_differences(replica: int, own: Mapping[str, Any], twins: Mapping[int, Mapping[str, Any]]) -> None:
-    """Raise ValueError naming the replicas whose configuration, data or initial weights differ from `replica`'s own."""
+    """Raise ValueError naming the replicas whose versions, configuration, data or initial weights differ."""
+    for other, twin in twins.items():
+        if different := versions.differences(own.get("versions", {}), twin.get("versions", {})):
+            raise ValueError(
+                f"replica {replica} and replica {other} run different versions: {different}. Install the same ones in "
+                "both places"
+            )
     complaints = {key: text for key, text in COMPLAINTS.items() if key in own}
     for key, complaint in complaints.items():
         others = [other for other, twin in twins.items() if twin[key] != own[key]]

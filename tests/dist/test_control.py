@@ -1,4 +1,4 @@
-"""The stop step: agreed by whoever is furthest, and waited for by nobody who is hung."""
+"""News among leaders, and the stop step: agreed by whoever is furthest, and waited for by nobody who is hung."""
 
 import threading
 import time
@@ -6,7 +6,7 @@ import time
 import pytest
 
 from noloco_mega.comm.channel import Listener
-from noloco_mega.comm.control import NEVER, StopAgreement
+from noloco_mega.comm.control import NEVER, Leaders, StopAgreement
 
 SECRET = b"a secret for this test only"
 
@@ -14,9 +14,10 @@ SECRET = b"a secret for this test only"
 @pytest.fixture
 def leaders():
     listeners = [Listener(SECRET) for _ in range(4)]
-    agreements = [StopAgreement(i, listener, SECRET, "run") for i, listener in enumerate(listeners)]
-    for agreement in agreements:
-        agreement.connect({i: listener.address for i, listener in enumerate(listeners)})
+    lines = [Leaders(i, listener, SECRET, "run") for i, listener in enumerate(listeners)]
+    agreements = [StopAgreement(line) for line in lines]
+    for line in lines:
+        line.connect({i: listener.address for i, listener in enumerate(listeners)})
     yield agreements
     for listener in listeners:
         listener.close()
@@ -89,10 +90,34 @@ def test_a_stop_that_comes_too_late_is_raised(leaders):
     assert leaders[0].decide(11) == 10 + StopAgreement.MARGIN, "an agreed step never moves back"
 
 
-def test_a_leader_that_is_gone_is_not_waited_for(leaders):
-    gone = Listener(SECRET)
+def test_news_reach_every_leader_of_the_run_and_no_other():
+    listeners = [Listener(SECRET) for _ in range(4)]
+    lines = [Leaders(i, listener, SECRET, "other run" if i == 3 else "run") for i, listener in enumerate(listeners)]
+    heard = []
+    for line in lines:
+        line.subscribe("news", lambda sender, message, me=line.replica: heard.append((me, sender, message["text"])))
+        line.connect({i: listener.address for i, listener in enumerate(listeners)})
+    listeners[2].close()  # one that can't be reached delays nobody
+    for line in lines:
+        line.broadcast("news", {"text": f"from {line.replica}"})
+    for line in lines:
+        line.flush()
+    deadline = time.monotonic() + 20
+    while len(heard) < 4 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.2)
+    assert sorted(heard) == [(0, 1, "from 1"), (0, 2, "from 2"), (1, 0, "from 0"), (1, 2, "from 2")]
+    for line in (0, 1, 3):
+        listeners[line].close()
+
+
+def test_a_leader_that_is_gone_is_not_waited_for():
+    gone, listener = Listener(SECRET), Listener(SECRET)
     gone.close()
-    leaders[0].connect({1: gone.address})
+    line = Leaders(0, listener, SECRET, "run")
+    agreement = StopAgreement(line)
+    line.connect({1: gone.address})
     began = time.monotonic()
-    leaders[0].propose(3)
-    assert leaders[0].confirm(5, timeout_seconds=60.0) and time.monotonic() - began < 30
+    agreement.propose(3)
+    assert agreement.confirm(5, timeout_seconds=60.0) and time.monotonic() - began < 30
+    listener.close()

@@ -8,8 +8,10 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from noloco_mega import checkpoint, config, convert, merging
-from noloco_mega.checkpoint import CheckpointError, Weights
+from noloco_mega import config, convert, merging
+from noloco_mega.checkpoint.format import CheckpointError
+from noloco_mega.checkpoint.reader import SavedReplica
+from noloco_mega.checkpoint.weights import save_weights
 from noloco_mega.data.tokenizer import Tokenizer
 from noloco_mega.grid import Grid, Place
 from noloco_mega.model import hf, parameters
@@ -36,7 +38,7 @@ def forward_and_save(place, directory, folder, output):
     from noloco_mega import start
     from noloco_mega.model.stage import build_stage
 
-    model = merging.model_of(Weights(folder))
+    model = merging.model_of(SavedReplica(folder))
     run = settings(model, folder)
     world = replica_world(GRID, place, directory)
     stage = build_stage(model, run.topology, world, torch.float32).eval()
@@ -53,7 +55,7 @@ def forward_and_save(place, directory, folder, output):
             logits = stage(TOKENS, None, None).numpy()
     slices = parameters.parameter_slices(stage, world)
     facts = {"step": 0, "replica": 0, "model": asdict(model)}
-    checkpoint.save_weights(output, dict(stage.named_parameters()), slices, world, facts)
+    save_weights(output, dict(stage.named_parameters()), slices, world, facts)
     unlike = replace(model, num_attention_heads=4, norm_epsilon=1e-3)
     with pytest.raises(CheckpointError, match="num_attention_heads: 4 against 8; norm_epsilon: 0.001 against 1e-06"):
         start.initial_weights(stage, world, settings(unlike, folder))
@@ -67,7 +69,7 @@ def check_family(tmp_path, family):
     found = np.concatenate([part for part in parts if part is not None], -1)
     assert np.abs(found - hub_logits(tmp_path / "hub").numpy()).max() < 1e-4
     tokenizer = corpus.write_tokenizer(tmp_path / "t.model", corpus.texts(300))
-    source = convert_to_hf.source_of([Weights(tmp_path / "saved")])
+    source = convert_to_hf.source_of([SavedReplica(tmp_path / "saved")])
     kind = hf.read_config(tmp_path / "hub").architecture.model_type
     convert.export(source, tmp_path / "again", tokenizer=Tokenizer(tokenizer), architecture=kind)
     before, after = (load_file(tmp_path / part / "model.safetensors") for part in ("hub", "again"))

@@ -4,9 +4,11 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from noloco_mega import checkpoint, config
-from noloco_mega.checkpoint import CheckpointError, Weights, mean_tensor
+from noloco_mega import config
+from noloco_mega.checkpoint.format import CheckpointError, content_crc
+from noloco_mega.checkpoint.reader import SavedReplica, mean_tensor
 from noloco_mega.grid import Grid
 from noloco_mega.model import parameters
 from tests.harness import replica_world, run_ranks
@@ -18,13 +20,14 @@ MODEL = config.Model(
 
 
 def _save(place, directory, grid, folder):
+    from noloco_mega.checkpoint.weights import save_weights
     from noloco_mega.model.stage import build_stage
 
     world = replica_world(grid, place, directory, name=folder)
     topology = config.Topology(replicas=1, stages=grid.stages, tensor=grid.tensor, data=grid.data)
     model = build_stage(MODEL, topology, world, torch.float32)
     parameters.initialise(model, world, 7, 0.02)
-    checkpoint.save_weights(
+    save_weights(
         directory / folder,
         dict(model.named_parameters()),
         parameters.parameter_slices(model, world),
@@ -46,43 +49,55 @@ def saved(tmp_path_factory):
 
 
 def test_any_topology_reads_back_the_same_tensors(saved):
-    whole = Weights(saved / "whole")
+    whole = SavedReplica(saved / "whole")
     assert len(whole.names) == 4 * 6 + 3 and whole.manifest["step"] == 3
     for folder in ("cut", "copied"):
-        other = Weights(saved / folder)
+        other = SavedReplica(saved / folder)
         assert sorted(other.names) == sorted(whole.names)
         for name in whole.names:
             assert torch.equal(other.tensor(name), whole.tensor(name)), name
-    assert torch.equal(mean_tensor([whole, Weights(saved / "cut")], whole.names[0]), whole.tensor(whole.names[0]))
+    assert torch.equal(mean_tensor([whole, SavedReplica(saved / "cut")], whole.names[0]), whole.tensor(whole.names[0]))
+
+
+def test_files_are_what_the_safetensors_library_reads(saved):
+    """Its reader knows nothing of our manifest."""
+    mine = SavedReplica(saved / "whole")
+    theirs = load_file(saved / "whole" / "rank_000.safetensors")
+    assert sorted(theirs) == sorted(mine.names)
+    assert all(torch.equal(theirs[name], mine.tensor(name)) for name in mine.names)
 
 
 def test_damage_is_named(saved, tmp_path):
     import shutil
 
     shutil.copytree(saved / "cut", tmp_path / "cut")
-    weights = Weights(tmp_path / "cut")
     name = "decoder.layers.3.mlp.linear_fc1.weight"
     victim = tmp_path / "cut" / "rank_003.safetensors"
     whole = victim.read_bytes()
-    weights.tensor(name)
-    for broken in (
-        whole[:-100],
-        whole[: len(whole) // 2] + bytes([whole[len(whole) // 2] ^ 1]) + whole[len(whole) // 2 + 1 :],
-    ):
+    SavedReplica(tmp_path / "cut").tensor(name)
+    middle = len(whole) // 2
+    flipped = whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :]
+    header = whole[:20] + bytes([whole[20] ^ 1]) + whole[21:]
+    swapped = (tmp_path / "cut" / "rank_002.safetensors").read_bytes()
+    for broken in (whole[:-100], flipped, header, swapped):
         victim.write_bytes(broken)
         with pytest.raises(CheckpointError, match="rank_003"):
-            for each in weights.names:
-                weights.tensor(each)
+            SavedReplica(tmp_path / "cut").tensor(name)
     victim.unlink()
-    with pytest.raises(CheckpointError, match="rank_003"):
-        weights.tensor(name)
-    manifest = json.loads((tmp_path / "cut" / "manifest.json").read_text())
-    manifest["tensors"] = [entry for entry in manifest["tensors"] if entry["file"] != "rank_003.safetensors"]
-    (tmp_path / "cut" / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match="rank_003.*is missing"):
+        SavedReplica(tmp_path / "cut")
+    path = tmp_path / "cut" / "manifest.json"
+    text = path.read_text()
+    path.write_text(text.replace('"step": 3', '"step": 2'))
+    with pytest.raises(CheckpointError, match="manifest.json is damaged"):
+        SavedReplica(tmp_path / "cut")
+    content = json.loads(text)["content"]
+    content["parts"] = [part for part in content["parts"] if part["file"] != "rank_003.safetensors"]
+    path.write_text(json.dumps({"crc": content_crc(content), "content": content}))
     with pytest.raises(CheckpointError, match="only a part"):
-        Weights(tmp_path / "cut").tensor(name)
-    with pytest.raises(CheckpointError, match="not a folder of weights"):
-        Weights(tmp_path)
+        SavedReplica(tmp_path / "cut").tensor(name)
+    with pytest.raises(CheckpointError, match="nothing complete was saved there"):
+        SavedReplica(tmp_path)
 
 
 def test_saving_again_replaces_the_folder_whole(saved):

@@ -15,8 +15,11 @@ from tests.harness import Ranks
 SECRET = "a secret for these tests only"
 
 
-def train_rank(place, directory, raw, address):
-    """What one launched process does; the worker of a test."""
+def train_rank(place, directory, raw, address, errors=None):
+    """What one launched process does; the worker of a test. Its stderr is appended to the file `errors`."""
+    if errors is not None:
+        with open(errors, "ab") as file:
+            os.dup2(file.fileno(), 2)
     config = configs.parse(raw)
     grid = config.topology.grid()
     os.environ.update(
@@ -36,11 +39,11 @@ def train_rank(place, directory, raw, address):
 
 
 @contextmanager
-def launched(raw, directory: Path):
-    """The running ranks of a config, in rank order, and what they are called by."""
+def launched(raw, directory: Path, errors: Path | None = None):
+    """The running ranks of a config, in rank order; their stderr goes into the file `errors`, if one is given."""
     server = RendezvousServer(SECRET.encode())
     places = list(configs.parse(raw).topology.grid().places())
-    ranks = Ranks(train_rank, places, directory, (raw, "{}:{}".format(*server.address)))
+    ranks = Ranks(train_rank, places, directory, (raw, "{}:{}".format(*server.address), errors))
     try:
         yield ranks
     finally:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from noloco_mega import config as configs
-from noloco_mega.checkpoint import Weights
+from noloco_mega.checkpoint.reader import SavedReplica
 from noloco_mega.data.loader import open_loader
 from noloco_mega.model import parameters
 from noloco_mega.plan import pairing, views
@@ -83,7 +83,7 @@ def test_a_run_computes_what_the_formulas_say(tiny, tmp_path):
     )
     config = configs.parse(raw)
     rows = run(raw, tmp_path)
-    saved = [Weights(config.replica_folder(replica) / "weights") for replica in range(3)]
+    saved = [SavedReplica(config.replica_folder(replica) / "weights") for replica in range(3)]
     shapes = {name: tuple(saved[0].tensor(name).shape) for name in saved[0].names}
     losses, theta = expected_run(config, shapes)
 

@@ -7,7 +7,7 @@ import pytest
 
 from noloco_mega import config as configs
 from noloco_mega import convert, merging
-from noloco_mega.checkpoint import Weights
+from noloco_mega.checkpoint.reader import SavedReplica
 from noloco_mega.data.loader import open_loader
 from noloco_mega.plan import views
 from tests.e2e.runs import run, values
@@ -26,9 +26,9 @@ def test_training_goes_on_from_an_imported_model(tiny, tmp_path, monkeypatch):
     rows = run(raw, tmp_path)
     config = configs.parse(raw)
     loader = open_loader(config, views.initial(2))
-    expected = merging.loss_of(config, loader, Weights(tmp_path / "start").tensor)
+    expected = merging.loss_of(config, loader, SavedReplica(tmp_path / "start").tensor)
     for replica in (0, 1):
         losses = values(rows, "val_loss", replica)
         assert losses[0] == pytest.approx(expected, rel=1e-5) and losses[-1] < losses[0]
-    trained = Weights(config.output / "replica_00" / "weights")
+    trained = SavedReplica(config.output / "replica_00" / "weights")
     assert convert.origin_of(trained)["architecture"] == "qwen3"

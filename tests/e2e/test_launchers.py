@@ -124,6 +124,35 @@ def test_a_process_started_the_wrong_way_says_how_to(config_file, tmp_path, vari
     assert finished(raw) == 0
 
 
+def test_a_rendezvous_that_is_not_there_is_named_with_how_long_it_was_waited_for(config_file, tmp_path):
+    path, raw = config_file(noloco__rendezvous_timeout_seconds=2.0)
+    port = free_port()
+    status, output = ended(
+        start(
+            [sys.executable, "-m", "noloco_mega", "train", "--config", path],
+            tmp_path,
+            RANK="0",
+            WORLD_SIZE="1",
+            LOCAL_RANK="0",
+            NOLOCO_REPLICA="0",
+            NOLOCO_RENDEZVOUS=f"127.0.0.1:{port}",
+        )
+    )
+    assert status == 2 and f"no rendezvous answered at 127.0.0.1:{port} in 2 s" in output, output
+    assert "Traceback" not in output and finished(raw) == 0
+
+
+def test_a_port_in_use_says_what_to_choose(tmp_path):
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        words = [sys.executable, "-m", "noloco_mega", "rendezvous", "--port", port]
+        status, output = ended(start(words, tmp_path))
+    assert status == 2 and f"cannot listen on 127.0.0.1:{port}" in output, output
+    assert "another process has this port: choose another one, or 0" in output and "Traceback" not in output
+
+
 def test_a_mistake_in_the_config_starts_nothing(config_file, tmp_path):
     path, raw = config_file()
     status, output = ended(start(["launch/local.sh", path, "--set", "noloco.iner_steps=3"], tmp_path))

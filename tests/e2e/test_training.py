@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from noloco_mega import config as configs
-from noloco_mega.checkpoint import Weights, mean_tensor
+from noloco_mega.checkpoint.reader import SavedReplica, mean_tensor
 from noloco_mega.comm.rendezvous import RendezvousServer
 from noloco_mega.grid import Place
 from tests.e2e.runs import SECRET, launched, rows_of, run, train_rank, values
@@ -20,7 +20,7 @@ from tools.evaluate import deviation
 
 def weights(raw):
     output = configs.parse(raw).output
-    return [Weights(folder) for folder in sorted(output.glob("replica_*/weights"))]
+    return [SavedReplica(folder) for folder in sorted(output.glob("replica_*/weights"))]
 
 
 def wait_for_step(raw, step, ranks, limit_seconds=90):

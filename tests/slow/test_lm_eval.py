@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from noloco_mega import convert
-from noloco_mega.checkpoint import Weights
+from noloco_mega.checkpoint.reader import SavedReplica
 from noloco_mega.data.tokenizer import Tokenizer
 from tests import corpus
 from tests.unit.test_hf import hub_model
@@ -37,7 +37,7 @@ def test_the_documented_command_gives_our_loss(tmp_path):
     hub_model("llama", tmp_path / "hub")
     convert.import_model(tmp_path / "hub", tmp_path / "ours")
     path = corpus.write_tokenizer(tmp_path / "t.model", corpus.texts(300))
-    source = convert_to_hf.source_of([Weights(tmp_path / "ours")])
+    source = convert_to_hf.source_of([SavedReplica(tmp_path / "ours")])
     convert.export(source, tmp_path / "export", tokenizer=Tokenizer(path))
     texts = [text[:60] for text in corpus.texts(30)[10:]]
     data = corpus.write_jsonl(tmp_path / "held_out.jsonl", texts)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from noloco_mega import convert
-from noloco_mega.checkpoint import Weights
+from noloco_mega.checkpoint.reader import SavedReplica
 from noloco_mega.data.tokenizer import Tokenizer
 from tests import corpus
 from tests.strings import strings
@@ -38,7 +38,7 @@ def test_version_four_reads_the_same_model(tmp_path, family):
 
     hub_model(family, tmp_path / "hub")
     model, _ = convert.import_model(tmp_path / "hub", tmp_path / "ours")
-    ours = Weights(tmp_path / "ours")
+    ours = SavedReplica(tmp_path / "ours")
     path = corpus.write_tokenizer(tmp_path / "t.model", corpus.texts(300))
     kind = convert.origin_of(ours)["architecture"]
     convert.export(convert_to_hf.source_of([ours]), tmp_path / "again", tokenizer=Tokenizer(path), architecture=kind)

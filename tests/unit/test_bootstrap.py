@@ -7,7 +7,8 @@ from noloco_mega.comm.membership import refuse_differences
 from noloco_mega.config import parse
 from tests.unit.test_config import changed
 
-SAME = {"config": "c", "data": "d", "theta0": "t"}
+VERSIONS = {"python": "3.11.2", "torch": "2.13.0"}
+SAME = {"versions": VERSIONS, "config": "c", "data": "d", "theta0": "t"}
 
 
 def test_paths_and_logging_may_differ_between_replicas():
@@ -41,3 +42,9 @@ def test_a_replica_that_does_not_belong_is_named(key, message):
     refuse_differences(0, SAME, {0: SAME, 1: SAME})
     with pytest.raises(ValueError, match=f"replica 0 and replica 2 do not belong together: .*{message}"):
         refuse_differences(0, SAME, {0: SAME, 1: SAME, 2: {**SAME, key: "other"}})
+
+
+def test_other_versions_are_named_with_both_numbers():
+    other = {**SAME, "versions": {**VERSIONS, "torch": "2.12.1"}, "theta0": "other"}
+    with pytest.raises(ValueError, match=r"replica 0 and replica 3 run .* torch 2\.13\.0 against 2\.12\.1"):
+        refuse_differences(0, SAME, {0: SAME, 3: other})

@@ -1,5 +1,6 @@
 """Parsing, overrides and cross-checks of the configuration."""
 
+import argparse
 import copy
 import json
 
@@ -7,6 +8,7 @@ import pytest
 
 from noloco_mega import checks, deepspeed_keys
 from noloco_mega.config import ConfigError, load, parse
+from noloco_mega.entry import add_config_arguments, load_config
 
 LLAMA3 = {"type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3["original_max_position_embeddings"] = 32
@@ -339,3 +341,24 @@ def test_files_and_overrides(tmp_path):
     path.write_text("{")
     with pytest.raises(ConfigError, match="not valid JSON"):
         load(path)
+
+
+@pytest.mark.parametrize("value", ["no", "auto", "newest", 200, "200", "step_00000200"])
+def test_where_to_resume(value):
+    assert parse(changed(run__resume=value)).run.resume == value
+
+
+@pytest.mark.parametrize("value", ["yes", "latest", "step_", -3, True])
+def test_where_not_to_resume(value):
+    with pytest.raises(ConfigError, match=r"run\.resume"):
+        parse(changed(run__resume=value))
+
+
+def test_resume_on_the_command_line_is_a_setting(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(raw_config()))
+    parser = argparse.ArgumentParser()
+    add_config_arguments(parser)
+    for words, expected in {(): "no", ("--resume", "auto"): "auto", ("--resume", "40"): 40}.items():
+        arguments = parser.parse_args(["--config", str(path), *words])
+        assert load_config(arguments).run.resume == expected

@@ -58,3 +58,15 @@ def test_nccls_waits_are_bounded_in_whole_seconds(monkeypatch, seconds, value):
     assert os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"] == value
     device.bound_nccl(7)
     assert os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"] == value, "what is set stays"
+
+
+def test_a_config_that_wants_a_gpu_is_refused_without_one(gpus):
+    gpus(0, "7")
+    with pytest.raises(ValueError, match=r'run\.device is "cuda".*sees no GPU: CUDA_VISIBLE_DEVICES is 7 and torch'):
+        device.select(0, "cuda")
+    assert device.select(0).backend == "gloo"
+
+
+def test_the_cpu_is_used_when_it_is_asked_for(gpus):
+    taken = gpus(8)
+    assert not device.select(3, "cpu").is_cuda and not taken

@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from noloco_mega import convert, merging, streamed
-from noloco_mega.checkpoint import CheckpointError, Weights
+from noloco_mega.checkpoint.format import CheckpointError, RankContent, Span, Stored, commit, content_crc, write_rank
+from noloco_mega.checkpoint.reader import SavedReplica
 from noloco_mega.config import Model, RopeScaling
 from noloco_mega.data.tokenizer import Tokenizer
 from noloco_mega.model import hf, parameters
@@ -73,29 +74,30 @@ def own_logits(model, tensor_of):
         return whole(TOKENS, None, None)
 
 
-def write_cut(folder, model, tensors, size, stages, **facts):
+def write_cut(folder, model, tensors, size, stages, kind="weight", **facts):
     """A replica's weights as T x S ranks save them, cut by the rules of megatron-core's layers."""
-    folder.mkdir(parents=True)
-    entries = []
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    draft = folder.with_name(f"{folder.name}.draft")
+    draft.mkdir()
     for tensor in range(size):
         for stage in range(stages):
-            file, held = f"rank_{stage * size + tensor:03d}.safetensors", {}
+            held = {}
             for name, whole in tensors.items():
                 layer = int(name.split(".")[2]) if name.startswith("decoder.layers.") else None
                 mine = layer // (model.num_layers // stages) if layer is not None else None
                 mine = {"embedding": 0, "decoder": stages - 1, "output_layer": stages - 1}.get(
                     name.split(".")[0]) if mine is None else mine  # fmt: skip
                 if mine == stage:
-                    held[name] = megatron_cut(name, whole, tensor, size).contiguous()
-                    where = parameters.slices_of(name, tuple(held[name].shape), tensor, size)
-                    entries.append(
-                        {"name": name, "file": file, "shape": list(whole.shape), "dtype": "float32",
-                         "pieces": [[list(p.local), list(p.whole)] for p in where.pieces],
-                         "crc": zlib.crc32(held[name].numpy().tobytes())}
-                    )  # fmt: skip
-            save_file(held, folder / file)
-    manifest = {"format": 1, "step": 7, "replica": 0, "model": asdict(model), **facts, "tensors": entries}
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+                    part = megatron_cut(name, whole, tensor, size).contiguous()
+                    held[parameters.slices_of(name, tuple(part.shape), tensor, size)] = part
+            content = RankContent(
+                tensors=[Stored(key=w.name, kind=kind, tensor=part, layout=w.name) for w, part in held.items()],
+                layouts={w.name: [Span(w.name, 0, 0, part.numel())] for w, part in held.items()},
+                slices=list(held),
+                numbers={},
+            )
+            write_rank(draft, stage * size + tensor, content)
+    commit(draft, folder, range(size * stages), {"step": 7, "replica": 0, "model": asdict(model), **facts})
     return folder
 
 
@@ -115,7 +117,7 @@ def family(request, tmp_path_factory):
 
 def test_imported_models_give_transformers_logits(family):
     _, folder, model = family
-    ours = Weights(folder / "ours")
+    ours = SavedReplica(folder / "ours")
     assert len(list((folder / "ours").glob("rank_*.safetensors"))) > 1
     difference = (own_logits(model, ours.tensor) - hub_logits(folder / "hub")).abs().max()
     assert difference < 1e-4
@@ -123,14 +125,14 @@ def test_imported_models_give_transformers_logits(family):
 
 def test_exported_models_give_our_logits_from_any_cut(family, tokenizer, tmp_path):
     name, folder, model = family
-    tensors = {plan.name: torch.empty(plan.shape) for plan in merging.planned(Weights(folder / "ours"))}
+    tensors = {plan.name: torch.empty(plan.shape) for plan in merging.planned(SavedReplica(folder / "ours"))}
     randomise(tensors.items())
     expected = own_logits(model, tensors.__getitem__)
     first = None
     for size in (1, 2):
         for stages in (1, 2):
             cut = write_cut(tmp_path / f"{size}{stages}", model, tensors, size, stages)
-            source = convert_to_hf.source_of([Weights(cut)])
+            source = convert_to_hf.source_of([SavedReplica(cut)])
             convert.export(source, tmp_path / f"hub{size}{stages}", tokenizer=Tokenizer(tokenizer))
             written = load_file(tmp_path / f"hub{size}{stages}" / "model.safetensors")
             first = first or written
@@ -145,7 +147,7 @@ def test_a_round_trip_changes_no_bit(family, tokenizer, tmp_path, dtype):
     name, _, _ = family
     hub_model(name, tmp_path / "hub", dtype)
     model, _ = convert.import_model(tmp_path / "hub", tmp_path / "ours")
-    ours = Weights(tmp_path / "ours")
+    ours = SavedReplica(tmp_path / "ours")
     origin = convert.origin_of(ours)
     convert.export(
         convert_to_hf.source_of([ours]), tmp_path / "again", tokenizer=Tokenizer(tokenizer),
@@ -169,7 +171,7 @@ def tied(tmp_path_factory):
 
 
 def test_embeddings_are_tied_again_only_while_they_are_equal(tied, tokenizer, tmp_path):
-    ours = Weights(tied / "ours")
+    ours = SavedReplica(tied / "ours")
     assert convert.origin_of(ours) == {"architecture": "qwen2", "tied": True, "folder": str(tied / "hub")}
     assert torch.equal(ours.tensor(hf.OUTPUT.ours), ours.tensor(hf.EMBEDDING.ours))
     source = convert_to_hf.source_of([ours])
@@ -190,7 +192,7 @@ def test_embeddings_are_tied_again_only_while_they_are_equal(tied, tokenizer, tm
 
 def test_large_models_are_sharded(tied, tokenizer, tmp_path):
     limit = 120_000
-    source = convert_to_hf.source_of([Weights(tied / "ours")])
+    source = convert_to_hf.source_of([SavedReplica(tied / "ours")])
     convert.export(source, tmp_path / "hub", tokenizer=Tokenizer(tokenizer), max_shard_bytes=limit)
     index = json.loads((tmp_path / "hub" / convert.INDEX).read_text())
     files = sorted(set(index["weight_map"].values()))
@@ -201,7 +203,7 @@ def test_large_models_are_sharded(tied, tokenizer, tmp_path):
         assert {name for name, place in index["weight_map"].items() if place == file} == set(held)
     assert torch.equal(hub_logits(tmp_path / "hub"), hub_logits(tied / "hub"))
     convert.import_model(tmp_path / "hub", tmp_path / "again")
-    again = Weights(tmp_path / "again")
+    again = SavedReplica(tmp_path / "again")
     assert all(torch.equal(again.tensor(name), source.tensor(name)) for name in again.names)
 
 
@@ -292,7 +294,7 @@ def test_damaged_weights_are_refused_by_name(tied, tokenizer, tmp_path):
 
 
 def test_exports_that_cannot_be_right_are_refused(tied, tmp_path):
-    source = convert_to_hf.source_of([Weights(tied / "ours")])
+    source = convert_to_hf.source_of([SavedReplica(tied / "ours")])
     large = corpus.write_tokenizer(tmp_path / "t.model", corpus.texts(400), 512)
     with pytest.raises(ConversionError, match="has 512 tokens, the model's embedding only 384 rows"):
         convert.export(source, tmp_path / "hub", tokenizer=Tokenizer(large))
@@ -315,7 +317,7 @@ def test_models_without_an_architecture_are_refused_with_the_reason():
 
 
 def test_the_replica_must_be_clear(tied):
-    two = [Weights(tied / "ours")] * 2
+    two = [SavedReplica(tied / "ours")] * 2
     with pytest.raises(ValueError, match="give --replica R, or --merge mean"):
         convert_to_hf.choose(two, None, None)
     with pytest.raises(ValueError, match="there is no replica 3; there are 0, 0"):
@@ -328,7 +330,7 @@ def test_import_prints_the_block_for_the_config(tied, tokenizer, tmp_path, capsy
     assert run(convert_from_hf, ["--model", tmp_path / "hub", "--output", tmp_path / "ours"]) == 0
     printed = capsys.readouterr().out
     block = json.loads(printed[printed.index("{") :])
-    assert Model(**block["model"]) == merging.model_of(Weights(tmp_path / "ours"))
+    assert Model(**block["model"]) == merging.model_of(SavedReplica(tmp_path / "ours"))
     assert Tokenizer(block["data"]["tokenizer"]).vocab_size == 384
     shutil.rmtree(tmp_path / "ours")
     big = corpus.write_tokenizer(tmp_path / "hub" / "tokenizer.model", corpus.texts(400), 512)
@@ -339,11 +341,11 @@ def test_import_prints_the_block_for_the_config(tied, tokenizer, tmp_path, capsy
 def test_weights_that_say_nothing_of_their_model(tied, tmp_path):
     shutil.copytree(tied / "ours", tmp_path / "ours")
     path = tmp_path / "ours" / "manifest.json"
-    content = json.loads(path.read_text())
+    content = json.loads(path.read_text())["content"]
     del content["model"]
-    path.write_text(json.dumps(content))
+    path.write_text(json.dumps({"crc": content_crc(content), "content": content}))
     with pytest.raises(CheckpointError, match="does not say which model"):
-        merging.model_of(Weights(tmp_path / "ours"))
+        merging.model_of(SavedReplica(tmp_path / "ours"))
 
 
 def test_sizes():

@@ -10,15 +10,15 @@ import noloco_mega
 ROOT = Path(noloco_mega.__file__).parent
 LAYERS = [
     ["grid", "deepspeed_keys", "plan.keys", "plan.stability", "quiet"],
-    ["checks", "config", "device", "mcore_compat"],
+    ["checks", "config", "costs", "device", "hostfile", "mcore_compat", "report", "versions"],
     ["plan"],
     ["comm", "launcher"],
     ["model", "data", "engine", "outer", "entry"],
-    ["pipeline", "checkpoint", "metrics", "journal", "bootstrap"],
+    ["pipeline", "checkpoint", "findings", "metrics", "journal", "bootstrap"],
     ["streamed"],
     ["merging"],
     ["convert", "start"],
-    ["train"],
+    ["train", "preflight"],
     ["cli", "__main__"],
 ]
 PURE = {"torch", "megatron", "deepspeed"}

@@ -2,8 +2,11 @@
 
 import multiprocessing
 import os
+import socket
 import stat
+import sys
 
+import psutil
 import pytest
 
 from noloco_mega import launcher
@@ -96,6 +99,31 @@ def test_interfaces_name_their_address():
     assert launcher.read(torchrun(0, 1)).host == launcher.LOOPBACK
     elsewhere = {"NOLOCO_RENDEZVOUS": "192.0.2.1:29400", "NOLOCO_HOST": "192.0.2.3"}
     assert launcher.read(torchrun(0, 1, **elsewhere)).host == "192.0.2.3"
+
+
+def test_the_way_to_the_others_gives_the_address_where_it_is_asked_for():
+    """Checked against the interfaces' own list: an address of this host is the source for reaching itself."""
+    auto = {"NOLOCO_HOST": "auto"}
+    for items in psutil.net_if_addrs().values():
+        for item in items:
+            if item.family == socket.AF_INET:
+                there = {"NOLOCO_RENDEZVOUS": f"{item.address}:29400"}
+                assert launcher.read(torchrun(0, 1, **auto, **there)).host == item.address
+                there = {"MASTER_ADDR": item.address, "MASTER_PORT": "1"}
+                assert launcher.read(torchrun(0, 1, **auto, **there)).host == item.address
+    with pytest.raises(LaunchError, match=r"no route to nowhere\.invalid.*set NOLOCO_HOST"):
+        launcher.read(torchrun(0, 1, **auto, NOLOCO_RENDEZVOUS="nowhere.invalid:1"))
+    with pytest.raises(LaunchError, match="to find the way to"):
+        launcher.read(torchrun(0, 1, **auto))
+
+
+def test_mpi_is_asked_only_when_it_should_be(monkeypatch):
+    monkeypatch.setitem(sys.modules, "mpi4py", None)  # importing it now fails
+    with pytest.raises(LaunchError, match=r"no MPI library can be loaded.*MPI4PY_LIBMPI"):
+        launcher.read(torchrun(0, 1, NOLOCO_RANKS="mpi4py"))
+    with pytest.raises(LaunchError, match='the one known value is "mpi4py"'):
+        launcher.read(torchrun(0, 1, NOLOCO_RANKS="mpi"))
+    assert launcher.read(torchrun(0, 1)).rank == 0
 
 
 def _secret(home):

@@ -9,7 +9,7 @@ import torch
 
 from noloco_mega import config as configs
 from noloco_mega import convert, merging
-from noloco_mega.checkpoint import Weights
+from noloco_mega.checkpoint.reader import SavedReplica
 from noloco_mega.data.loader import open_loader
 from noloco_mega.data.tokenizer import Tokenizer
 from noloco_mega.plan import views
@@ -51,7 +51,7 @@ def test_merged_weights_are_the_weighted_mean(finished, tmp_path, capsys, option
     folder, replicas = finished
     words = [folder, "--output", tmp_path / "merged", "--max-shard-size", "20KB", "--json", tmp_path / "j.json"]
     assert run(merge_replicas, [*words, *options]) == 0
-    merged = Weights(tmp_path / "merged")
+    merged = SavedReplica(tmp_path / "merged")
     shares = np.array(parts) / sum(parts)
     for name in merged.names:
         expected = sum(
@@ -102,6 +102,20 @@ def test_a_run_is_exported_whole_merged_or_by_replica(finished, tmp_path, capsys
             np.testing.assert_allclose(hub.tensor(key).numpy(), part(key), rtol=1e-5, atol=1e-6)
     card = (tmp_path / "mean" / "README.md").read_text()
     assert 'the mean of 3 replicas after 7 inner steps of the run "test"' in card and "noloco, every 50" in card
+
+
+def test_one_step_of_a_runs_checkpoints_is_exported_like_a_run(finished, tmp_path):
+    folder, replicas = finished
+    config = corpus.config(folder)
+    step = tmp_path / "checkpoints" / "step_00000007"
+    for replica, held in enumerate(replicas):
+        tensors = {name: torch.from_numpy(array) for name, array in held.items()}
+        facts = {"replica": replica, "config": config.to_json()}
+        write_cut(step / f"replica_{replica:02d}", config.model, tensors, 2, 1, "master", **facts)
+    assert run(convert_to_hf, ["--checkpoint", step, "--output", tmp_path / "mean", "--merge", "mean"]) == 0
+    hub = convert.HubModel(tmp_path / "mean")
+    for key in replicas[0]:
+        np.testing.assert_allclose(hub.tensor(key).numpy(), np.mean([r[key] for r in replicas], 0), 1e-5, 1e-6)
 
 
 def test_text_is_the_same_from_a_checkpoint_and_from_its_export(finished, tmp_path, capsys):

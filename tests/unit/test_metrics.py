@@ -59,3 +59,33 @@ def test_write_json_replaces_whole_files(tmp_path):
     write_json(path, {"a": 1})
     write_json(path, {"a": 2})
     assert json.loads(path.read_text()) == {"a": 2} and [p.name for p in tmp_path.iterdir()] == ["x.json"]
+
+
+def test_a_resumed_run_reads_as_one(tmp_path):
+    """Replica 0 had written to step 5 and goes on from 3; replica 1 begins anew; replica 2 is not resumed."""
+    path = tmp_path / "metrics.jsonl"
+    tracker = JsonLines(path)
+    for step in range(6):
+        for replica in range(3):
+            tracker.log({"step": step, "replica": replica, "loss": step})
+    tracker.log({"step": 3, "replica": 0, "resumed": True})
+    tracker.log({"step": 0, "replica": 1, "resumed": True})
+    for step in (4, 5):
+        tracker.log({"step": step, "replica": 0, "loss": 10 * step})
+    tracker.log({"step": 0, "replica": 1, "loss": 7})
+    tracker.close()
+    rows = read_rows(path)
+    assert [row["loss"] for row in rows if row["replica"] == 0] == [0, 1, 2, 3, 40, 50]
+    assert [row["loss"] for row in rows if row["replica"] == 1] == [7]
+    assert [row["loss"] for row in rows if row["replica"] == 2] == [0, 1, 2, 3, 4, 5]
+    assert not any("resumed" in row for row in rows)
+
+
+def test_what_a_dying_process_has_cut_off_is_removed_before_the_next_row(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    for text in ("", '{"ste', '{"step": 1, "replica": 0}\n{"step": 2, "text": "' + "x" * 200_000):
+        path.write_text(text)
+        tracker = JsonLines(path)
+        tracker.log({"step": 2, "replica": 0})
+        tracker.close()
+        assert [row["step"] for row in read_rows(path)] == ([1, 2] if len(text) > 10 else [2])

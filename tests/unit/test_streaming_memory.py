@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from noloco_mega import merging
-from noloco_mega.checkpoint import Weights
+from noloco_mega.checkpoint.reader import SavedReplica
 from noloco_mega.config import Model
 from noloco_mega.model import hf
 from noloco_mega.streamed import Planned, new_folder, write_weights
@@ -47,7 +47,7 @@ def both_ways(folder, block, tokenizer):
     words = ["--checkpoint", folder / "ours", "--output", folder / "hub", "--tokenizer", tokenizer, *size]
     export = peak_bytes("convert_to_hf.py", *words)
     again = peak_bytes("convert_from_hf.py", "--model", folder / "hub", "--output", folder / "again", *size)
-    assert merging.planned(Weights(folder / "again")) == planned
+    assert merging.planned(SavedReplica(folder / "again")) == planned
     return export, again, sum(plan.size_bytes for plan in planned)
 
 

@@ -1,0 +1,265 @@
+"""Which checkpoint does a run go on from, and which of its replicas does each replica take over?
+
+    every leader     announces the steps that it could go on from: whole manifests, files of the right sizes
+    everybody        picks the same step from what all have announced
+    every rank       verifies the checksums of its share of the files
+    every leader     announces whether a file was bad; "auto" then tries the next older step, a named step is an error
+    every leader     sets newer steps aside, once everything else has worked (`begin`)
+
+Nothing on disk is touched before that.
+
+Replica i of N takes over replica i of the N' that have saved. With more replicas than that (N > N') the new ones copy
+replica i mod N'. With fewer, run.shrink says whether the rest is dropped, or merged: replica i then takes the mean over
+j ≡ i (mod N) of masters, moments, φ and δ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from noloco_mega.checkpoint.folders import Checkpoints, Seen, step_name
+from noloco_mega.checkpoint.format import CheckpointError
+from noloco_mega.checkpoint.reader import SavedReplica
+from noloco_mega.config import Config
+from noloco_mega.grid import Place
+from noloco_mega.plan.views import View
+
+OFFERED_STEPS = 100
+"""Newest steps that a replica announces: a record of the rendezvous is small."""
+PROBLEM_CHARACTERS = 300
+NOTHING = -1
+
+Verdict = dict[str, Any]
+"""{"bad": what is wrong with a step or None, "final": whether an older step would be no better}"""
+GOOD: Verdict = {"bad": None, "final": False}
+
+
+class Directory(Protocol):
+    """What the ranks of a run can tell each other before they meet; bootstrap.Connection is one."""
+
+    @property
+    def leads(self) -> bool: ...
+
+    def ask_leaders(self, topic: str, record: Mapping[str, Any]) -> Mapping[int, Mapping[str, Any]]: ...
+
+    def ask_siblings(self, topic: str, record: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """Where a run begins."""
+
+    step: int = 0
+    """Inner steps done."""
+    resumed: bool = False
+    """Whether there is a state to take over."""
+    sources: Sequence[SavedReplica] = ()
+    """The saved replicas that this one takes over: one, or several to merge. Their files are verified."""
+    view_log: Sequence[View] = ()
+    """The run's views so far, and the one that begins here if the replicas are others."""
+    notes: Sequence[str] = field(default_factory=tuple)
+    """What the user should know, in sentences."""
+
+
+def choose(config: Config, place: Place, directory: Directory, folders: Checkpoints, data: str) -> Start:
+    """Agree on the step that config.run.resume asks for, and verify it. Every rank of every replica calls it.
+
+    `data` is the hash of the run's token files. Raises CheckpointError where it can't be had, or the configuration
+    does not fit it; nothing is changed on disk then.
+    """
+    request = config.run.resume
+    seen: dict[int, Seen] = {} if request == "no" else folders.seen()
+    offers = directory.ask_leaders("checkpoints", _offer(config, place.replica, seen))
+    others = [replica for replica, offer in offers.items() if offer["asked"] != str(request)]
+    if str(request) != offers[place.replica]["asked"] or others:
+        raise CheckpointError(
+            f"replica {place.replica} was started with run.resume = {request}, replica "
+            f"{', '.join(map(str, others))} with another one; start all of them alike"
+        )
+    notes: list[str] = []
+    rejected: set[int] = set()
+    while (step := _pick(request, offers, rejected, notes)) != NOTHING:
+        sources, own = _take(config, place, seen, step)
+        told = directory.ask_siblings(f"checked {step}", own or _verify(config, place, sources))
+        mine = next((verdict for verdict in told if verdict["bad"]), GOOD)
+        verdicts = directory.ask_leaders(f"verified {step}", mine)
+        problems = {replica: verdict for replica, verdict in verdicts.items() if verdict["bad"]}
+        if not problems:
+            for source in sources:
+                source.take_as_verified()
+            return _start(config, step, sources, data, notes)
+        text = "; ".join(f"replica {replica}: {verdict['bad']}" for replica, verdict in problems.items())
+        if request not in ("auto", "newest") or any(verdict["final"] for verdict in problems.values()):
+            raise CheckpointError(f"cannot resume from {step_name(step)}: {text}")
+        notes.append(f"{step_name(step)} can't be used, trying an older one: {text}")
+        rejected.add(step)
+    if rejected:
+        raise CheckpointError(
+            f"none of the checkpoints in {folders.root} can be used, and starting anew would give them up: "
+            + "; ".join(notes)
+        )
+    return Start(notes=notes)
+
+
+def begin(start: Start, directory: Directory, folders: Checkpoints) -> None:
+    """Set aside what the run will write anew. Returns once all replicas have: a step must never be a mixture of two
+    courses of a run. Raises OSError."""
+    if directory.leads:
+        folders.begin(start.step)
+    directory.ask_leaders("begun", {"step": start.step})
+
+
+def asked_step(request: str | int) -> int | None:
+    """The step that a value of run.resume names, None for one that is a rule."""
+    if request in ("no", "auto", "newest"):
+        return None
+    return int(str(request).removeprefix("step_"))
+
+
+def taken_over(replica: int, now: int, before: int, shrink: str) -> list[int]:
+    """The saved replicas (of `before`) that `replica` (of `now`) takes over; see run.shrink."""
+    if now < before and shrink == "merge":
+        return list(range(replica, before, now))
+    return [replica % before]
+
+
+def _offer(config: Config, replica: int, seen: Mapping[int, Seen]) -> dict[str, Any]:
+    """What a leader announces."""
+    usable, problems = [], {}
+    for step, found in list(seen.items())[-OFFERED_STEPS:]:
+        if found.replicas:
+            before = _saved_replicas(found)
+            wanted = taken_over(replica, config.topology.replicas, before, config.run.shrink)
+            if all(other in found.replicas for other in wanted):
+                usable.append(step)
+        if found.problems:
+            problems[str(step)] = found.problems[0][:PROBLEM_CHARACTERS]
+    newest = dict(list(problems.items())[-5:])
+    some = [step for step, found in seen.items() if found.replicas][-OFFERED_STEPS:]
+    return {"asked": str(config.run.resume), "usable": usable, "seen": some, "problems": newest}
+
+
+def _pick(request: str | int, offers: Mapping[int, Mapping[str, Any]], rejected: set[int], notes: list[str]) -> int:
+    """The step that all agree on, NOTHING if there is none to be had. Raises CheckpointError."""
+    if request == "no":
+        return NOTHING
+    usable = {replica: set(offer["usable"]) - rejected for replica, offer in offers.items()}
+    seen = {step for offer in offers.values() for step in offer["seen"]} - rejected
+    problems = {int(s): text for offer in offers.values() for s, text in offer["problems"].items()}
+    step = asked_step(request)
+    if step is not None:
+        lacking = [replica for replica, steps in usable.items() if step not in steps]
+        if lacking:
+            why = problems.get(step) or "it is not there whole; have all replicas saved it, and is the folder the same?"
+            raise CheckpointError(
+                f"cannot resume from {step_name(step)}: replica {', '.join(map(str, lacking))} can't: {why}"
+            )
+        return step
+    common = set.intersection(*usable.values())
+    choice = max(seen if request == "newest" else common, default=NOTHING)
+    for other in sorted(problems, reverse=True):
+        if other > choice and other not in rejected:
+            note = f"{step_name(other)} can't be used: {problems[other]}"
+            if note not in notes:
+                notes.append(note)
+    if choice == NOTHING and (seen or problems) and not rejected:
+        have = ", ".join(f"replica {replica}: {sorted(steps) or 'none'}" for replica, steps in usable.items())
+        raise CheckpointError(
+            f"there are checkpoints, but none that all replicas can use ({have}); --resume newest lets a replica take "
+            "over another one's state; to start anew, move the folder away" + "".join(f"; {note}" for note in notes)
+        )
+    return choice
+
+
+def _take(
+    config: Config, place: Place, seen: Mapping[int, Seen], step: int
+) -> tuple[list[SavedReplica], Verdict | None]:
+    """The saved replicas that this one takes over from a step, or why it can't."""
+    found = seen.get(step, Seen({}, []))
+    if not found.replicas:
+        text = f"no replica of {step_name(step)} can be read here; copy one into its checkpoints folder"
+        return [], {"bad": text, "final": False}
+    complaint = _other_run(config, next(iter(found.replicas.values())))
+    before, now = _saved_replicas(found), config.topology.replicas
+    if complaint is None and now < before and config.run.shrink == "refuse":
+        complaint = (
+            f"{before} replicas have saved and the run has {now}: say what becomes of the others, "
+            "--set run.shrink=drop or run.shrink=merge (their mean)"
+        )
+    if complaint is not None:
+        return [], {"bad": complaint[:PROBLEM_CHARACTERS], "final": True}
+    wanted = taken_over(place.replica, now, before, config.run.shrink)
+    if config.run.resume == "newest":
+        wanted = [_nearest(other, found) for other in wanted]
+    return [found.replicas[other] for other in wanted], None
+
+
+def _nearest(replica: int, found: Seen) -> int:
+    """The saved replica nearest in number."""
+    return min(found.replicas, key=lambda other: (abs(other - replica), other))
+
+
+def _verify(config: Config, place: Place, sources: Sequence[SavedReplica]) -> Verdict:
+    """Check this rank's share of the files."""
+    rank, ranks = config.topology.grid().replica_rank(place), config.topology.grid().replica_size
+    try:
+        for source in sources:
+            for part in source.parts[rank::ranks]:
+                source.verify(part)
+    except CheckpointError as error:
+        return {"bad": str(error)[:PROBLEM_CHARACTERS], "final": False}
+    return GOOD
+
+
+def _start(config: Config, step: int, sources: Sequence[SavedReplica], data: str, notes: Sequence[str]) -> Start:
+    manifest = sources[0].manifest
+    view_log = [View(from_step, tuple(members)) for from_step, members in manifest["view_log"]]
+    members = tuple(range(config.topology.replicas))
+    if view_log[-1].members != members:
+        view_log.append(View(step, members))
+    notes = [*notes, *_changes(config, manifest, data)]
+    return Start(step=step, resumed=True, sources=sources, view_log=view_log, notes=notes)
+
+
+def _saved_replicas(found: Seen) -> int:
+    """N of the run that saved."""
+    return next(iter(found.replicas.values())).manifest["config"]["topology"]["replicas"]
+
+
+def _other_run(config: Config, saved: SavedReplica) -> str | None:
+    """Names every field in which the saved run differs so that its state means something else."""
+    before, now = saved.manifest["config"], config.to_json()
+    fields = {f"model.{key}": (before["model"].get(key), value) for key, value in now["model"].items()}
+    fields["run.seed"] = (before["run"]["seed"], now["run"]["seed"])
+    for key in ("optimizer", "inner_steps"):
+        fields[f"noloco.{key}"] = (before["noloco"][key], now["noloco"][key])
+    # The position in the data is counted in these.
+    fields["samples per inner step and replica"] = (saved.manifest["replica_batch_size"], config.replica_batch_size)
+    different = [f"{name} ({old} there, {new} here)" for name, (old, new) in fields.items() if old != new]
+    return f"it does not fit this configuration: {', '.join(different)}" if different else None
+
+
+def _changes(config: Config, manifest: Mapping[str, Any], data: str) -> list[str]:
+    """In which fields the run goes on differently, in one sentence."""
+    ignored = {"run.resume", "run.shrink", "run.directory"}
+    before, now = _flattened(manifest["config"]), _flattened(config.to_json())
+    changed = [
+        f"{key} {before.get(key, 'absent')} -> {now.get(key, 'absent')}"
+        for key in sorted(before.keys() | now.keys())
+        if before.get(key) != now.get(key) and key not in ignored
+    ]
+    if manifest["data"] != data:
+        changed.append("the token files hold other data")
+    return [f"goes on with changes: {', '.join(changed)}"] if changed else []
+
+
+def _flattened(block: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in block.items():
+        if isinstance(value, Mapping):
+            flat |= _flattened(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat

@@ -1,0 +1,227 @@
+"""Which tensors and numbers of a rank make its run go on exactly?
+
+They are collected from the engine, the outer optimizer and the journal, and put back into them.
+
+Kinds of flat tensors, each of the shape [P] of a master and all of one layout:
+
+    master                 the fp32 weights; the model's own (bf16) ones follow from them
+    exp_avg, exp_avg_sq    the inner optimizer's state: whatever it keeps per element, under its own names
+    outer.phi, outer.delta the outer optimizer's state: whatever its `state_dict` holds per element
+
+Numbers: the inner optimizer's step, counters of the engine and of the outer optimizer's hook, the losses that wait for
+the journal's next row. Torch's random generators are kept as tensors of no layout, of the kind "rng".
+
+A rank whose slices are those of the one that saved reads its file back as it is. Any other topology puts each master
+together from the boxes that it needs, one parameter at a time; padding stays zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from noloco_mega.checkpoint.format import RankContent, Span, Stored, described
+from noloco_mega.checkpoint.reader import Part, SavedReplica
+from noloco_mega.comm.groups import ReplicaWorld
+from noloco_mega.engine.weights import Masters
+from noloco_mega.model.parameters import ParameterSlices, parameter_slices
+from noloco_mega.outer.hook import Hook
+
+if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
+
+COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
+"""What a DeepSpeed engine counts."""
+
+Flat = dict[str, list[torch.Tensor]]
+"""Kind -> one live flat tensor per master."""
+
+
+class RankState:
+    """The state of one rank: live tensors and where they sit in the model."""
+
+    def __init__(self, engine: DeepSpeedEngine, outer: Hook, world: ReplicaWorld) -> None:
+        self._engine, self._outer, self._world = engine, outer, world
+        self._masters = Masters(engine)
+        self._slices: dict[str, ParameterSlices] = parameter_slices(engine.module, world)
+        self._layouts: dict[str, list[Span]] = {str(index): [] for index in range(len(self._masters.tensors))}
+        self._local_names: dict[str, str] = {}
+        for segment in self._masters.segments():
+            where = self._slices[segment.parameter]
+            self._local_names[where.name] = segment.parameter
+            span = Span(where.name, segment.master_offset, segment.parameter_offset, segment.numel)
+            self._layouts[str(segment.master)].append(span)
+
+    def collect(self, losses: Sequence[tuple[float, int]]) -> RankContent:
+        """Everything to write. The tensors are the live ones, on their device: copy them before training goes on.
+
+        `losses` are the (total, microbatches) that the journal has not logged yet.
+        """
+        flat, outer_numbers = self._flat()
+        stored = [
+            Stored(key=f"{kind}.{index}", kind=kind, tensor=tensor.detach(), layout=str(index))
+            for kind, tensors in flat.items()
+            for index, tensor in enumerate(tensors)
+        ]
+        for name, state in self._world.device.generator_states().items():
+            stored.append(Stored(key=f"rng.{name}", kind="rng", tensor=state, layout=None))
+        numbers = {
+            "inner": self._inner_numbers(),
+            "engine": {name: getattr(self._engine, name) for name in COUNTERS},
+            "hook": {"step": self._outer.step, "outer_step": self._outer.outer_step, "optimizer": outer_numbers},
+            "losses": [list(loss) for loss in losses],
+        }
+        return RankContent(tensors=stored, layouts=self._layouts, slices=self._named_slices(), numbers=numbers)
+
+    @torch.no_grad()
+    def restore(self, sources: Sequence[SavedReplica]) -> list[tuple[float, int]]:
+        """Take over what `sources` hold; with several of them the mean of every tensor. Collective over the replica.
+
+        The sources' files have been verified. Returns the losses for the journal. Raises CheckpointError.
+        """
+        part = self._same_slices(sources)
+        kinds = sources[0].kinds
+        numbers = (part or sources[0].parts[0])["numbers"]
+        for kind, index, target in self._targets(kinds):
+            self._fill(kind, index, target, sources, part)
+        self._set_inner_numbers(numbers["inner"])
+        hook = numbers["hook"]
+        state: dict[str, Any] = dict(hook["optimizer"])
+        for kind in kinds:
+            if kind.startswith("outer."):
+                tensors = [torch.zeros_like(master) for master in self._masters.tensors]
+                for index, target in enumerate(tensors):
+                    self._fill(kind, index, target, sources, part)
+                state[kind.removeprefix("outer.")] = tensors
+        self._outer.load_state_dict({**hook, "optimizer": state})
+        for name in COUNTERS:
+            setattr(self._engine, name, numbers["engine"][name])
+        self._masters.publish()
+        if part is None:
+            return self._spread_losses(sources[0])
+        self._set_generators(sources[0], part)
+        return [(total, count) for total, count in numbers["losses"]]
+
+    def _flat(self) -> tuple[Flat, dict[str, Any]]:
+        """All flat tensors by kind, and what else the outer optimizer's state holds."""
+        flat: Flat = {"master": list(self._masters.tensors)}
+        states = self._inner_states()
+        for key in states[0]:
+            if _per_element(states[0][key], self._masters.tensors[0]):
+                flat[key] = [state[key] for state in states]
+        numbers = {}
+        for key, value in self._outer.state_dict()["optimizer"].items():
+            if isinstance(value, list) and all(map(_per_element, value, self._masters.tensors)):
+                flat[f"outer.{key}"] = value
+            else:
+                numbers[key] = value
+        return flat, numbers
+
+    def _inner_states(self) -> list[dict[str, Any]]:
+        """The inner optimizer's state of each master; empty before its first step."""
+        state = self._engine.basic_optimizer.state
+        return [state.get(master, {}) for master in self._masters.tensors]
+
+    def _inner_numbers(self) -> list[dict[str, Any]]:
+        """What the inner optimizer keeps per master beside flat tensors: its step, a number or a tensor of one."""
+        found = []
+        for master, state in zip(self._masters.tensors, self._inner_states(), strict=True):
+            numbers = {}
+            for key, value in state.items():
+                if not _per_element(value, master):
+                    tensor = isinstance(value, torch.Tensor)
+                    dtype = str(value.dtype).removeprefix("torch.") if tensor else None
+                    numbers[key] = {"value": value.item() if tensor else value, "tensor": dtype}
+            found.append(numbers)
+        return found
+
+    def _set_inner_numbers(self, numbers: Sequence[Mapping[str, Any]]) -> None:
+        for state, saved in zip(self._live_inner_states(), numbers, strict=True):
+            for key, number in saved.items():
+                dtype = number["tensor"]
+                state[key] = torch.tensor(number["value"], dtype=getattr(torch, dtype)) if dtype else number["value"]
+
+    def _live_inner_states(self) -> list[dict[str, Any]]:
+        return [self._engine.basic_optimizer.state[master] for master in self._masters.tensors]
+
+    def _targets(self, kinds: Sequence[str]) -> Iterator[tuple[str, int, torch.Tensor]]:
+        """The live tensors of the masters and of the inner optimizer, the latter's made where there are none yet."""
+        for kind in kinds:
+            for index, master in enumerate(self._masters.tensors):
+                if kind == "master":
+                    yield kind, index, master
+                elif not kind.startswith("outer."):
+                    yield kind, index, self._live_inner_states()[index].setdefault(kind, torch.zeros_like(master))
+
+    def _same_slices(self, sources: Sequence[SavedReplica]) -> Part | None:
+        """The part that a rank like this one has saved, if there is exactly one source and it was cut the same way."""
+        rank = self._world.grid.replica_rank(self._world.place)
+        if len(sources) > 1 or len(sources[0].parts) != self._world.grid.replica_size:
+            return None
+        part = sources[0].parts[rank]
+        own = described(RankContent(tensors=(), layouts=self._layouts, slices=self._named_slices(), numbers={}))
+        sizes = {(str(index), master.numel()) for index, master in enumerate(self._masters.tensors)}
+        saved = {(t["layout"], t["numel"]) for t in part["tensors"] if t["kind"] == "master"}
+        same = own == {key: part[key] for key in own} and sizes == saved
+        return part if same else None
+
+    def _named_slices(self) -> list[ParameterSlices]:
+        return [self._slices[local] for local in self._local_names.values()]
+
+    def _fill(
+        self, kind: str, index: int, target: torch.Tensor, sources: Sequence[SavedReplica], part: Part | None
+    ) -> None:
+        """One flat tensor, from the file as it is or from the boxes of its parameters."""
+        if part is not None:
+            stored = next(t for t in part["tensors"] if t["kind"] == kind and t["layout"] == str(index))
+            if target.device.type == "cpu":
+                sources[0].read(part, stored, 0, target.detach())
+            else:
+                host = torch.empty(target.shape, dtype=target.dtype)
+                sources[0].read(part, stored, 0, host)
+                target.copy_(host)
+            return
+        target.zero_()
+        for span in self._layouts[str(index)]:
+            local = self._local(kind, self._local_names[span.parameter], sources)
+            values = local[span.parameter_offset : span.parameter_offset + span.numel]
+            target[span.tensor_offset : span.tensor_offset + span.numel].copy_(values)
+
+    def _local(self, kind: str, local_name: str, sources: Sequence[SavedReplica]) -> torch.Tensor:
+        """`kind` of a local parameter, flattened: the mean over the sources."""
+        where = self._slices[local_name]
+        shape = [max(piece.local[dim][1] for piece in where.pieces) for dim in range(len(where.shape))]
+        local = torch.empty(shape)
+        for piece in where.pieces:
+            first, *others = (source.box(where.name, kind, piece.whole) for source in sources)
+            for other in others:
+                first += other
+            local[piece.local_index()] = first / len(sources) if others else first
+        return local.flatten()
+
+    def _spread_losses(self, source: SavedReplica) -> list[tuple[float, int]]:
+        """The replica's losses of another topology. Each tensor rank of the last stage holds them all: of T equal
+        summands a mean is the same as of one, whatever T was."""
+        place, grid = self._world.place, self._world.grid
+        if place.stage != grid.stages - 1 or place.data != 0:
+            return []
+        tensor = source.manifest["config"]["topology"]["tensor"]
+        losses = [loss for part in source.parts for loss in part["numbers"]["losses"]]
+        total, count = sum(loss[0] for loss in losses), sum(loss[1] for loss in losses)
+        return [(total / tensor, count // tensor)] if count else []
+
+    def _set_generators(self, source: SavedReplica, part: Part) -> None:
+        states = {}
+        for stored in part["tensors"]:
+            if stored["kind"] == "rng":
+                state = torch.empty(stored["numel"], dtype=torch.uint8)
+                source.read(part, stored, 0, state)
+                states[stored["key"].removeprefix("rng.")] = state
+        self._world.device.set_generator_states(states)
+
+
+def _per_element(value: Any, master: torch.Tensor) -> bool:
+    """Whether a value of an optimizer's state is flat as the master is."""
+    return isinstance(value, torch.Tensor) and value.shape == master.shape and value.is_floating_point()

@@ -1,0 +1,101 @@
+"""The static report: its figures by hand, and the refusals of links that cannot carry a run."""
+
+import json
+import re
+
+import pytest
+
+from noloco_mega import cli, costs, report
+from noloco_mega.config import ConfigError, parse
+from tests.unit.test_config import changed
+
+
+def rows(text, first_word):
+    return [line.split() for line in text.splitlines() if line.split()[:1] == [first_word]]
+
+
+def test_the_table_places_every_rank():
+    config = parse(changed(topology={"replicas": 4, "stages": 2, "sites": [[0, 3], [1, 2]]}))
+    text = report.describe(config, {rank: f"node{rank // 4}" for rank in range(8)})
+    lines = [line.split() for line in text.splitlines() if re.match(r"\s*\d+ .*node\d$", line)]
+    # rank, replica, stage, tensor, data, site, host
+    assert lines[3] == ["3", "1", "1", "0", "0", "1", "node0"]
+    assert lines[6] == ["6", "3", "0", "0", "0", "0", "node1"]
+    assert len(lines) == 8
+
+
+def test_bytes_by_hand():
+    """4 replicas x 3 stages x 2 tensor ranks x 2 data ranks, bf16, written out as a person would."""
+    config = parse(
+        changed(
+            topology={"replicas": 4, "stages": 4, "tensor": 2, "data": 2},
+            bf16={"enabled": True},
+        )
+    )
+    message = 4 * 64 * 64 * 2  # samples · tokens · hidden · bytes
+    traffic = costs.traffic(config)
+    # An end stage has one neighbour, a middle one two; two microbatches.
+    assert traffic.rank_inner == (2 * message, 4 * message, 4 * message, 2 * message)
+    assert traffic.replica_inner == 2 * 2 * 12 * message
+    assert traffic.replica_inner_outside == traffic.replica_inner * 3 / 4
+    assert traffic.rank_outer[1] == 4 * costs.stage_parameters(config, 1) / 2
+    assert traffic.replica_outer == 4 * sum(traffic.rank_outer)
+    fixed = parse(changed(noloco__routing="fixed"))
+    assert costs.traffic(fixed).replica_inner_outside == 0 < costs.traffic(fixed).replica_inner
+    sites = parse(changed(topology={"replicas": 4, "stages": 2, "sites": [[0, 1], [2, 3]]}))
+    assert costs.traffic(sites).replica_inner_outside == costs.traffic(sites).replica_inner / 2
+    parallel = parse(changed(topology={"replicas": 4, "stages": 2, "tensor": 2, "sequence_parallel": True}))
+    assert costs.traffic(parallel).replica_inner == costs.traffic(parse(changed())).replica_inner
+
+
+def test_an_outer_optimizer_that_never_exchanges_costs_nothing():
+    config = parse(changed(noloco__optimizer="local"))
+    held, sent = costs.memory(config, 0, on_gpu=False), costs.traffic(config)
+    assert held.phi == held.delta == held.host_buffers == 0 and sent.replica_outer == 0
+    assert "no stability range" in report.describe(config)
+
+
+def links(**changes):
+    return report.Links(**{"gbit_per_second": 10.0, "site_gbit_per_second": 10.0, "rank_tflops": 1e-3, **changes})
+
+
+def test_links_that_carry_a_run_and_links_that_do_not():
+    config = parse(changed())
+    # By hand: 2 microbatches x 64 kB x 2 ways x 3/4 = 196.6 kB leave a replica per inner step, 1.57 Mbit.
+    assert costs.traffic(config).replica_inner_outside == 196_608
+    assert "They can carry this run" in report.judge(config, links())
+    # 512 tokens · 6 · 229,952 multiplied parameters / (2 ranks · 1 GFLOP/s) = 353 ms of computing per inner step.
+    multiplied = costs.model_parameters(config) - 1024 * 64
+    assert costs.inner_step_flops(config) == 512 * 6 * multiplied
+    seconds = costs.inner_step_flops(config) / 2e9
+    enough = 196_608 * 8 / seconds / 1e9
+    report.judge(config, links(gbit_per_second=enough * 1.01))
+    with pytest.raises(ConfigError, match=r"set noloco\.routing to fixed"):
+        report.judge(config, links(gbit_per_second=enough * 0.99))
+    report.judge(parse(changed(noloco__routing="fixed")), links(gbit_per_second=enough * 0.99))
+
+
+def test_an_exchange_that_misses_its_deadline_is_refused():
+    config = parse(changed(noloco__routing="fixed"))
+    limit = costs.traffic(config).replica_outer * 8 / 60 / 1e9
+    report.judge(config, links(gbit_per_second=1.01 * limit))
+    with pytest.raises(ConfigError, match=r"exchange_deadline_seconds = 60.*raise it above 61"):
+        report.judge(config, links(gbit_per_second=0.99 * limit))
+    sites = parse(changed(noloco__routing="fixed", topology__sites=[[0, 1], [2, 3]]))
+    with pytest.raises(ConfigError, match="exchange_deadline_seconds"):
+        report.judge(sites, links(site_gbit_per_second=0.9 * limit))
+
+
+def test_the_command_prints_and_refuses(tmp_path, capsys):
+    path = tmp_path / "c.json"
+    path.write_text(json.dumps(changed()))
+    assert cli.main(["check", "--config", str(path)]) == 0
+    text = capsys.readouterr().out
+    assert "4 replicas x 2 stages" in text and "γ must lie in (0, 1.800)" in text
+    assert cli.main(["check", "--config", str(path), "--link-gbit-per-second", "1e-6"]) == 2
+    assert "these links cannot carry this run" in capsys.readouterr().err
+    assert cli.main(["check", "--config", str(path), "--set", "topology.stages=3"]) == 2
+    assert "choose stages from [1, 2, 4]" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        cli.main(["check", "--config", str(path), "--link-gbit-per-second", "0"])
+    assert "must be positive" in capsys.readouterr().err

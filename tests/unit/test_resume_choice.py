@@ -1,0 +1,186 @@
+"""Which checkpoint is chosen, by all replicas alike; replicas are threads that talk over a table in memory."""
+
+import shutil
+import threading
+
+import pytest
+
+from noloco_mega.checkpoint import resume
+from noloco_mega.checkpoint.folders import Checkpoints
+from noloco_mega.checkpoint.format import CheckpointError
+from noloco_mega.config import parse
+from tests.checkpoints import save
+from tests.unit.test_config import changed
+
+
+class Table:
+    """The announcements of a run's ranks, as the rendezvous keeps them."""
+
+    def __init__(self):
+        self.records, self.changed = {}, threading.Condition()
+
+    def ask(self, announced, wanted):
+        with self.changed:
+            self.records.update(announced)
+            self.changed.notify_all()
+            assert self.changed.wait_for(lambda: all(key in self.records for key in wanted), 20), "nobody came"
+            return {key: self.records[key] for key in wanted}
+
+
+class Desk:
+    """A rank's Directory."""
+
+    def __init__(self, table, grid, place):
+        self._table, self._grid, self._place = table, grid, place
+        self._rank = grid.replica_rank(place)
+        self.leads = self._rank == 0
+
+    def ask_leaders(self, topic, record):
+        own = {(topic, "leader", self._place.replica): record} if self.leads else {}
+        wanted = [(topic, "leader", replica) for replica in range(self._grid.replicas)]
+        return {key[2]: record for key, record in self._table.ask(own, wanted).items()}
+
+    def ask_siblings(self, topic, record):
+        mine = self._place.replica
+        wanted = [(topic, mine, rank) for rank in range(self._grid.replica_size)]
+        return list(self._table.ask({(topic, mine, self._rank): record}, wanted).values())
+
+
+def config(replicas=2, tensor=1, resume="auto", **changes):
+    return parse(changed(topology={"replicas": replicas, "tensor": tensor}, run__resume=resume, **changes))
+
+
+def choose(root, *configs, begin=False):
+    """What every rank gets, in rank order: a Start or the text of its error. One config for all or one per replica."""
+    grid, table = configs[0].topology.grid(), Table()
+    answers = {}
+
+    def rank(number):
+        place = grid.place(number)
+        own = configs[place.replica % len(configs)]
+        folder = root[place.replica] if isinstance(root, list) else root
+        folders = Checkpoints(folder, place.replica, grid.replicas)
+        desk = Desk(table, grid, place)
+        try:
+            answers[number] = resume.choose(own, place, desk, folders, "data")
+            if begin:
+                resume.begin(answers[number], desk, folders)
+        except CheckpointError as error:
+            answers[number] = str(error)
+
+    threads = [threading.Thread(target=rank, args=(number,)) for number in range(grid.size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [answers[number] for number in range(grid.size)]
+
+
+def taken(starts):
+    """(step, replicas taken over) of every rank."""
+    return [(start.step, [saved.manifest["replica"] for saved in start.sources]) for start in starts]
+
+
+@pytest.fixture
+def root(tmp_path):
+    """Steps 10 and 20 of two replicas of two ranks each, and step 30 of replica 0 alone."""
+    for step, replicas in {10: (0, 1), 20: (0, 1), 30: (0,)}.items():
+        for replica in replicas:
+            save(tmp_path, config(tensor=2), step, replica)
+    return tmp_path
+
+
+def test_auto_takes_the_newest_that_all_have(root):
+    assert taken(choose(root, config())) == [(20, [0]), (20, [1])]
+    assert taken(choose(root, config(tensor=2))) == [(20, [0]), (20, [0]), (20, [1]), (20, [1])]
+
+
+def test_newest_lets_a_replica_take_over_another_ones(root):
+    assert taken(choose(root, config(resume="newest"))) == [(30, [0]), (30, [0])]
+
+
+@pytest.mark.parametrize("request_", [10, "10", "step_00000010"])
+def test_a_step_by_name(root, request_):
+    (start, _) = choose(root, config(resume=request_), begin=True)
+    assert start.step == 10 and start.resumed and [tuple(view) for view in start.view_log] == [(0, (0, 1))]
+    assert Checkpoints(root, 0, 2).steps() == [10] and Checkpoints(root, 1, 2).steps() == [10]
+
+
+def test_a_step_that_is_not_there_for_all(root):
+    assert all("cannot resume from step_00000030: replica 1 can't" in text for text in choose(root, config(resume=30)))
+
+
+def flip(root, step, replica, rank):
+    path = root / f"step_{step:08d}" / f"replica_{replica:02d}" / f"rank_{rank:03d}.safetensors"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(data)
+    return path
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "swap", "manifest"])
+def test_damage_is_named_and_auto_takes_an_older_one(root, damage):
+    folder = root / "step_00000020" / "replica_01"
+    path = folder / ("manifest.json" if damage == "manifest" else "rank_001.safetensors")
+    if damage == "flip":
+        flip(root, 20, 1, 1)
+    elif damage == "cut":
+        path.write_bytes(path.read_bytes()[:-1])
+    elif damage == "swap":
+        shutil.copy(root / "step_00000010" / "replica_01" / "rank_001.safetensors", path)
+    else:
+        path.write_text(path.read_text().replace('"step": 20', '"step": 21'))
+    starts = choose(root, config())
+    assert taken(starts) == [(10, [0]), (10, [1])]
+    assert all("step_00000020 can't be used" in " ".join(s.notes) and str(path) in " ".join(s.notes) for s in starts)
+    assert all("step_00000020" in text and str(path) in text for text in choose(root, config(resume=20)))
+
+
+def test_nothing_good_left_is_no_new_run(root):
+    flip(root, 10, 0, 0)
+    flip(root, 20, 0, 0)
+    assert all("none of the checkpoints" in text and "rank_000" in text for text in choose(root, config()))
+
+
+def test_auto_starts_anew_only_where_nobody_has_anything(tmp_path, root):
+    empty = tmp_path / "empty"
+    (start, _) = choose(empty, config())
+    assert not start.resumed and start.step == 0
+    answers = choose([root, empty], config())
+    assert all("none that all replicas can use" in text and "replica 1: none" in text for text in answers)
+    answers = choose([root, empty], config(resume="newest"))
+    assert all("no replica of step_00000030 can be read here" in text for text in answers)
+
+
+def test_other_numbers_of_replicas(root):
+    starts = choose(root, config(replicas=5))
+    assert taken(starts) == [(20, [0]), (20, [1]), (20, [0]), (20, [1]), (20, [0])]
+    assert [tuple(view) for view in starts[0].view_log] == [(0, (0, 1)), (20, (0, 1, 2, 3, 4))]
+    refused = choose(root, config(replicas=1))
+    assert "2 replicas have saved and the run has 1" in refused[0] and "run.shrink=drop" in refused[0]
+    # Who is dropped need not have the step.
+    assert taken(choose(root, config(replicas=1, run__shrink="drop"))) == [(30, [0])]
+    assert taken(choose(root, config(replicas=1, run__shrink="merge"))) == [(20, [0, 1])]
+    assert [resume.taken_over(i, 3, 8, "merge") for i in range(3)] == [[0, 3, 6], [1, 4, 7], [2, 5]]
+
+
+def test_another_model_is_refused_naming_the_fields_and_nothing_is_touched(root):
+    before = sorted(root.rglob("*"))
+    other = config(model__vocab_size=512, model__hidden_size=128)
+    for text in choose(root, other, begin=True):
+        assert text.startswith("cannot resume from step_00000020"), "an older one is not tried"
+        assert "model.vocab_size (" in text and "model.hidden_size (" in text and "num_layers" not in text
+    assert sorted(root.rglob("*")) == before
+    for change, name in {"run__seed": "run.seed", "train_micro_batch_size_per_gpu": "samples per inner step"}.items():
+        assert all(name in text for text in choose(root, config(**{change: 9})))
+
+
+def test_other_differences_are_said(root):
+    (start, _) = choose(root, config(run__steps=777, optimizer__params__lr=5e-4))
+    (note,) = [note for note in start.notes if "goes on with changes" in note]
+    assert "run.steps 10 -> 777" in note and "optimizer.params.lr" in note and "resume" not in note
+
+
+def test_replicas_must_ask_for_the_same(root):
+    answers = choose(root, config(), config(resume="newest"))
+    assert all("start all of them alike" in text for text in answers)
