@@ -1,6 +1,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+SLOW := .venv-slow
 PYTEST := $(BIN)/python -m pytest
 
 .PHONY: demo demo-short test test-cluster test-slow test-unit lint install clean-demo help
@@ -10,7 +11,7 @@ help:
 	@echo "make demo-short the same with less training, and its figures checked"
 	@echo "make clean-demo forget the demo's runs"
 	@echo "make test       linters, type checker, unit, multi-process and end-to-end tests (under 8 minutes on 2 cores)"
-	@echo "make test-slow  the tests that make test leaves out for their time"
+	@echo "make test-slow  what make test leaves out for its time or its libraries (requirements-slow.txt, in $(SLOW))"
 	@echo "make test-cluster  SLURM, the launchers and MPI; installs SLURM (as root, from Debian) and MPICH (under .venv/cluster)"
 	@echo "make test-unit  the tests that start no other process"
 	@echo "make lint       linters and type checker"
@@ -58,5 +59,19 @@ test-cluster: install $(MPICH)/.installed
 test: lint
 	$(PYTEST) --durations=20 -m "not slow" tests/unit tests/dist tests/e2e tests/cluster
 
-test-slow: install
+# Libraries that only the longer tests need lie in an environment of their own, which sees the first one's; transformers
+# 4.57, in a folder of its own, shadows version 5 in the processes that are given it.
+$(SLOW)/.installed: requirements-slow.txt $(VENV)/.installed
+	rm -rf $(SLOW)
+	$(BIN)/python -m venv $(SLOW)
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
+		$$($(SLOW)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/first.pth
+	$(SLOW)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-slow.txt
+	$(SLOW)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(SLOW)/transformers4 \
+		transformers==4.57.6 tokenizers==0.22.2 huggingface-hub==0.36.2
+	touch $@
+
+test-slow: install $(SLOW)/.installed
 	$(PYTEST) --durations=20 -m slow tests
+	PYTHONPATH=$(CURDIR) NOLOCO_TRANSFORMERS4=$(CURDIR)/$(SLOW)/transformers4 \
+		$(SLOW)/bin/python -m pytest --durations=20 tests/slow tests/unit/test_tokenizer_json.py

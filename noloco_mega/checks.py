@@ -133,8 +133,24 @@ def _model(model: Model, topology: Topology) -> Iterator[str]:
         )
     elif (model.kv_channels or model.hidden_size // model.num_attention_heads) % 2:
         yield "rotary embeddings need an even head width; change model.kv_channels or the number of heads"
+    yield from _rope_scaling(model)
     if model.tied_embeddings and topology.stages > 1:
         yield "model.tied_embeddings needs topology.stages = 1: the two uses would live on different stages"
+
+
+def _rope_scaling(model: Model) -> Iterator[str]:
+    scaling = model.rope_scaling
+    if scaling is None:
+        return
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    extra = {"low_freq_factor": low, "high_freq_factor": high}
+    extra["original_max_position_embeddings"] = scaling.original_max_position_embeddings
+    wrong = [key for key, value in extra.items() if (value is None) == (scaling.type == "llama3")]
+    if wrong:
+        verb = "needs" if scaling.type == "llama3" else "has no"
+        yield f'model.rope_scaling of type "{scaling.type}" {verb} {", ".join(wrong)}'
+    elif low is not None and high is not None and high <= low:
+        yield f"model.rope_scaling needs low_freq_factor < high_freq_factor; given {low:g}, {high:g}"
 
 
 def _sequence(model: Model, topology: Topology) -> Iterator[str]:
@@ -149,6 +165,14 @@ def _sites(topology: Topology) -> Iterator[str]:
         listed = sorted(replica for site in topology.sites for replica in site)
         if len(listed) != topology.replicas or listed != list(range(topology.replicas)):
             yield (f"topology.sites must name each replica 0..{topology.replicas - 1} exactly once; it names {listed}")
+
+
+def _data(data: Data) -> Iterator[str]:
+    taken = sum(data.blend.values())
+    if taken >= 1:
+        yield f"the shares in data.blend add up to {taken:g}, which leaves nothing for data.train; lower them"
+    if data.train in data.blend:
+        yield f'data.blend names "{data.train}", which is data.train itself'
 
 
 def _deepspeed(settings: dict[str, Any]) -> Iterator[str]:
@@ -262,6 +286,7 @@ CHECKS: tuple[tuple[tuple[str, ...], Callable[..., Iterator[str]]], ...] = (
     (("run",), _output),
     (("run",), _resume),
     (("data",), _paths),
+    (("data",), _data),
 )
 
 

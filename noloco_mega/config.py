@@ -66,13 +66,32 @@ class Topology:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """Rotary frequencies changed for contexts longer than the model was first trained on."""
+
+    __pydantic_config__ = STRICT
+
+    type: Literal["linear", "llama3"]
+    """"linear": all frequencies divided by the factor; "llama3": only the low ones, with a smooth passage."""
+    factor: Annotated[float, Field(ge=1)]
+    """What low frequencies are divided by."""
+    low_freq_factor: Annotated[float, Field(gt=0)] | None = None
+    """llama3: waves longer than original_max_position_embeddings / this are low frequencies."""
+    high_freq_factor: Annotated[float, Field(gt=0)] | None = None
+    """llama3: waves shorter than original_max_position_embeddings / this keep their frequency."""
+    original_max_position_embeddings: Positive | None = None
+    """llama3: context length before scaling, in tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Model:
     """A Llama-style decoder, named with Megatron's words."""
 
     __pydantic_config__ = STRICT
 
     vocab_size: Positive
-    """Rows of the embedding, exactly the tokenizer's; train tokenizers to a multiple of 128·tensor."""
+    """Rows of the embedding, exactly the tokenizer's (an imported model may have more rows than its fast tokenizer has
+    tokens); train tokenizers to a multiple of 128·tensor."""
     hidden_size: Positive
     """H: width of the residual stream."""
     num_layers: Positive
@@ -87,8 +106,16 @@ class Model:
     """Width of the SwiGLU block."""
     seq_length: Positive
     """Tokens of one sample."""
-    rotary_base: Positive = 10_000
+    rotary_base: Annotated[float, Field(gt=0)] = 10_000.0
     """RoPE theta."""
+    rope_scaling: RopeScaling | None = None
+    """Changed rotary frequencies, e.g. {"type": "linear", "factor": 4}; absent: none."""
+    attention_bias: Literal["none", "qkv", "all"] = "none"
+    """Which projections of the attention add a bias: "qkv" (query, key and value) or "all" (the output's too)."""
+    mlp_bias: bool = False
+    """Whether both projections of the SwiGLU block add a bias."""
+    qk_norm: bool = False
+    """RMSNorm over each query and key head before the rotary embedding."""
     norm_epsilon: Annotated[float, Field(gt=0)] = 1e-5
     """Epsilon of RMSNorm."""
     init_method_std: Annotated[float, Field(gt=0)] = 0.02
@@ -107,8 +134,14 @@ class Data:
     """Path prefix of the training data: PREFIX.bin and PREFIX.idx."""
     valid: str
     """Path prefix of the validation data."""
+    blend: dict[str, Annotated[float, Field(gt=0, lt=1)]] = field(default_factory=dict)
+    """Further training data by path prefix, with its share of the samples, e.g. {"data/code": 0.3}; `train` has the
+    rest. Small data sets are repeated within an epoch as their share asks for."""
+    valid_domains: dict[str, str] = field(default_factory=dict)
+    """Further validation data by name, e.g. {"code": "data/code_valid"}; tools/evaluate.py reports each."""
     tokenizer: str
-    """Path of the sentencepiece model that wrote both; read for its vocabulary size and for printed samples."""
+    """Path of the tokenizer that wrote both: a sentencepiece model, or a Hugging Face fast tokenizer (tokenizer.json or
+    a folder with it); read for its vocabulary size and for printed samples."""
     cache: str | None = None
     """Folder for what is found out about token files that have no .json (their largest token id); absent: beside each
     file."""
@@ -168,6 +201,9 @@ class Run:
     """Inner steps of the whole run."""
     seed: Seed = 0
     """Seed of the initial weights and of the order of samples."""
+    init_from: str | None = None
+    """Folder of weights to start from, of any topology: tools/convert_from_hf.py's output, or another run's
+    replica_RR/weights; absent: weights drawn from `seed`."""
     log_every: Positive = 10
     """Inner steps between two rows of metrics.jsonl."""
     eval_every: NonNegative = 0
@@ -304,12 +340,15 @@ def _listed(problems: Sequence[str]) -> str:
 
 
 def _explain(name: str, block: type, error: ValidationError) -> list[str]:
-    known = [f.name for f in dataclasses.fields(block)]
     lines = []
     for item in error.errors():
         where = ".".join(str(part) for part in (name, *item["loc"]))
         if item["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
-            lines.append(deepspeed_keys.unknown_key(str(item["loc"][-1]), known, f"{name}."))
+            inner = RopeScaling if "rope_scaling" in item["loc"][:-1] else block
+            known = [f.name for f in dataclasses.fields(inner)]
+            lines.append(
+                deepspeed_keys.unknown_key(str(item["loc"][-1]), known, where.removesuffix(str(item["loc"][-1])))
+            )
         elif item["type"] in ("missing", "missing_argument", "missing_keyword_only_argument"):
             lines.append(f'"{where}" is missing')
         else:

@@ -18,14 +18,18 @@ FLOPS_PER_PARAMETER_AND_TOKEN = 6
 
 
 def layer_parameters(config: Config, tensor: int) -> int:
-    """Parameters of one layer on one of `tensor` tensor ranks: matrices are cut, the two norms are not."""
+    """Parameters of one layer on one of `tensor` tensor ranks: matrices are cut, and the biases of those cut by rows;
+    the norms and the other biases are not."""
     model = config.model
     width = model.kv_channels or model.hidden_size // model.num_attention_heads
     groups = model.num_query_groups or model.num_attention_heads
     queries, pairs = model.num_attention_heads * width, 2 * groups * width
     attention = model.hidden_size * (queries + pairs) + queries * model.hidden_size
     feed_forward = 3 * model.hidden_size * model.ffn_hidden_size  # SwiGLU: gate, up, down
-    return (attention + feed_forward) // tensor + 2 * model.hidden_size
+    cut_biases = (queries + pairs if model.attention_bias != "none" else 0) + 2 * model.ffn_hidden_size * model.mlp_bias
+    whole_biases = model.hidden_size * ((model.attention_bias == "all") + model.mlp_bias)
+    norms = 2 * model.hidden_size + 2 * width * model.qk_norm
+    return (attention + feed_forward + cut_biases) // tensor + whole_biases + norms
 
 
 def stage_parameters(config: Config, stage: int, tensor: int | None = None) -> int:
@@ -105,14 +109,17 @@ def layer_activation_bytes(config: Config) -> int:
 
     Per token a·(4·q + 3·k + 5·F)/T + 2·norm, with q and k the widths of all query and all key heads: the projection's
     output (q + k + k), the rotated queries and keys, the context and its transposed copy, both halves of SwiGLU with
-    three products of theirs. Nothing is recomputed, attention keeps no scores. Measured on megatron-core's own layers;
-    Transformer Engine's keep less.
+    three products of theirs. With query and key norms 4·(q + k)/T more, the normalised heads in fp32, and in bf16 as
+    much again for their input. Nothing is recomputed, attention keeps no scores. Measured on megatron-core's own
+    layers; Transformer Engine's keep less.
     """
     model, topology = config.model, config.topology
     width = model.kv_channels or model.hidden_size // model.num_attention_heads
     groups = model.num_query_groups or model.num_attention_heads
     cut = 4 * model.num_attention_heads * width + 3 * groups * width + 5 * model.ffn_hidden_size
     per_token = activation_bytes(config) * cut // topology.tensor + 2 * _norm_bytes(config)
+    if model.qk_norm:
+        per_token += (8 if config.bf16 else 4) * (model.num_attention_heads + groups) * width // topology.tensor
     return config.micro_batch_size * model.seq_length * per_token
 
 

@@ -19,6 +19,7 @@ from types import FrameType
 
 import torch
 
+from noloco_mega import start
 from noloco_mega.bootstrap import Connection
 from noloco_mega.checkpoint.keeper import Keeper
 from noloco_mega.checkpoint.weights import save_weights
@@ -56,7 +57,7 @@ def _train(config: Config, place: Place, run: Connection, stack: contextlib.Exit
     keeper = Keeper(config, place, run, loader, journal, view_log)
 
     model = build_stage(config.model, config.topology, run.world, torch.bfloat16 if config.bf16 else torch.float32)
-    parameters.initialise(model, run.world, config.run.seed, config.model.init_method_std)
+    start.initial_weights(model, run.world, config)
     peers = run.meet(fingerprint(model), loader.digest(), view_log)
     requests = stack.enter_context(stop_requests())  # until here a signal simply ends the process
     engine = engines.build_engine(model, config, run.world)

@@ -58,7 +58,7 @@ def chunks(inputs: Sequence[str | Path], key: str, max_characters: int, seed: in
 
 
 def _texts(paths: Sequence[Path], key: str) -> Iterator[tuple[int, str]]:
-    for place, record in enumerate(documents.records(paths)):
+    for place, record in enumerate(documents.records(paths, key)):
         try:
             text = documents.text(record, key)
             text.encode()
@@ -132,7 +132,7 @@ def _refuse_existing(path: Path, force: bool) -> None:
 
 def parser() -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(description="Train a sentencepiece BPE tokenizer, reproducibly.")
-    options.add_argument("inputs", nargs="+", help=f"folders or files ({', '.join(documents.SUFFIXES)})")
+    options.add_argument("inputs", nargs="+", help=f"folders or files ({documents.KINDS})")
     options.add_argument("--output", type=Path, required=True, help="the model file to write, e.g. tokenizer.model")
     options.add_argument("--vocab-size", type=int, required=True, help="a multiple of 128·TENSOR")
     options.add_argument("--tensor", type=int, default=1, help="largest tensor-parallel size to be trained with")

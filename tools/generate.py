@@ -1,4 +1,4 @@
-"""Text from a finished run: continue a prompt with one replica's weights, or with the mean of several.
+"""Text from trained weights: continue a prompt with one replica's, with the mean of several, or an exported folder's.
 
 python tools/generate.py runs/NAME/replica_00/weights [MORE ...] --prompt "def main(" [--tokens 100]
 """
@@ -6,13 +6,16 @@ python tools/generate.py runs/NAME/replica_00/weights [MORE ...] --prompt "def m
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from noloco_mega import config as configs
+from noloco_mega import merging
 from noloco_mega.checkpoint.reader import SavedReplica, mean_tensor
+from noloco_mega.convert import HubModel
 from noloco_mega.data.tokenizer import Tokenizer
 from noloco_mega.entry import guarded
 from noloco_mega.model.whole import whole_model
@@ -56,20 +59,32 @@ def continue_text(
     return tokenizer.decode(ids)
 
 
+def source_of(folders: list[Path]) -> tuple[configs.Model, Callable[[str], torch.Tensor], Path]:
+    """The model in these folders, its weights by name, and its tokenizer. Raises ValueError."""
+    if any((folder / "config.json").exists() for folder in folders):
+        if len(folders) > 1:
+            raise ValueError("give one Hugging Face folder; only folders of a run's weights are averaged")
+        hub = HubModel(folders[0])
+        return hub.described.model, hub.tensor, folders[0]
+    replicas = [SavedReplica(folder) for folder in folders]
+    config = merging.run_of(replicas[0])
+    tokenizer = replicas[0].folder / "tokenizer" if config is None else Path(config.data.tokenizer)
+    return merging.model_of(replicas[0]), lambda name: mean_tensor(replicas, name), tokenizer
+
+
 def run(arguments: argparse.Namespace) -> None:
     if arguments.temperature < 0 or not 0 < arguments.top_p <= 1:
         raise ValueError("--temperature must be at least 0, --top-p in (0, 1]")
-    replicas = [SavedReplica(folder) for folder in arguments.weights]
-    config = configs.parse(replicas[0].manifest["config"])
-    tokenizer = Tokenizer(arguments.tokenizer or config.data.tokenizer)
-    with whole_model(config.model, lambda name: mean_tensor(replicas, name)) as model:
+    described, tensor_of, path = source_of(arguments.weights)
+    tokenizer = Tokenizer(arguments.tokenizer or path)
+    with whole_model(described, tensor_of) as model:
         for prompt in arguments.prompt:
             text = continue_text(
                 model,
                 tokenizer,
                 prompt,
                 tokens=arguments.tokens,
-                context=config.model.seq_length,
+                context=described.seq_length,
                 temperature=arguments.temperature,
                 top_p=arguments.top_p,
                 seed=arguments.seed,
@@ -79,7 +94,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("weights", type=Path, nargs="+", help="folders of weights; several are averaged")
+    parser.add_argument("weights", type=Path, nargs="+", help="folders of weights (averaged), or a Hugging Face folder")
     parser.add_argument("--prompt", action="append", required=True, help="text to continue (repeatable)")
     parser.add_argument("--tokens", type=int, default=100, help="tokens to add at most (default: %(default)s)")
     parser.add_argument("--temperature", type=float, default=0.8, help="default: %(default)s; 0: the likeliest")

@@ -164,9 +164,12 @@ def encoded_batches(
             yield done, future.result()
 
 
-def fingerprint(paths: Sequence[Path], tokenizer: Tokenizer, key: str, valid_fraction: float) -> str:
+def fingerprint(
+    paths: Sequence[Path], tokenizer: Tokenizer, key: str, valid_fraction: float, test_fraction: float = 0.0
+) -> str:
     """What the output is a function of; kept in the .json to tell whether it is up to date."""
     parts = [FORMAT, documents.fingerprint(paths), tokenizer.digest, key, valid_fraction]
+    parts += [test_fraction] if test_fraction else []
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
@@ -193,22 +196,30 @@ def preprocess(
     *,
     key: str = "text",
     valid_fraction: float = 0.0,
+    test_fraction: float = 0.0,
     workers: int = 1,
     force: bool = False,
     console: Console | None = None,
 ) -> list[str]:
-    """Tokenize the inputs into OUTPUT, or into OUTPUT_train and OUTPUT_valid; returns these path prefixes.
+    """Tokenize the inputs into OUTPUT, or into OUTPUT_train, OUTPUT_valid and OUTPUT_test, those that have a part;
+    returns these path prefixes.
 
     Documents that can't be used are named on the console and counted in the .json. Raises ValueError if the inputs,
     the tokenizer or the output are unusable; nothing has been replaced by then.
     """
     console = console or Console(stderr=True)
-    if not 0 <= valid_fraction < 1 or workers < 1:
-        raise ValueError(f"--valid-fraction must lie in [0, 1) and --workers above 0: {valid_fraction:g}, {workers}")
+    if min(valid_fraction, test_fraction) < 0 or valid_fraction + test_fraction >= 1 or workers < 1:
+        raise ValueError(
+            "--valid-fraction and --test-fraction must lie in [0, 1), also together, and --workers above 0: "
+            f"{valid_fraction:g}, {test_fraction:g}, {workers}"
+        )
     paths = documents.files(inputs)
     tokenizer = Tokenizer(tokenizer_path)
-    prefixes = [f"{output}_train", f"{output}_valid"] if valid_fraction else [output]
-    wanted = fingerprint(paths, tokenizer, key, valid_fraction)
+    # Ends of the parts in [0, 1), which a document's draw falls into; the first part takes what is beyond them.
+    ends = {"valid": valid_fraction, "test": test_fraction and valid_fraction + test_fraction}
+    ends = {name: end for name, end in ends.items() if end}
+    prefixes = [f"{output}_{name}" for name in ("train", *ends)] if ends else [output]
+    wanted = fingerprint(paths, tokenizer, key, valid_fraction, test_fraction)
     states = {prefix: state(prefix, wanted) for prefix in prefixes}
     foreign = [prefix for prefix, found in states.items() if found == "foreign"]
     if foreign and not force:
@@ -221,7 +232,7 @@ def preprocess(
     for prefix, found in states.items():
         reason = {"outdated": "the text, the tokenizer or the options changed", "current": "as asked"}.get(found, found)
         console.print(f"{prefix}: writing ({reason})", highlight=False)
-    _write(paths, tokenizer, prefixes, key, valid_fraction, workers, wanted, console)
+    _write(paths, tokenizer, prefixes, key, list(ends.values()), workers, wanted, console)
     return prefixes
 
 
@@ -230,7 +241,7 @@ def _write(
     tokenizer: Tokenizer,
     prefixes: Sequence[str],
     key: str,
-    valid_fraction: float,
+    ends: Sequence[float],
     workers: int,
     wanted: str,
     console: Console,
@@ -242,20 +253,20 @@ def _write(
         outputs = [stack.enter_context(Output(prefix, dtype)) for prefix in prefixes]
         progress = stack.enter_context(_progress(console))
         bar = progress.add_task("tokenizing", total=sum(path.stat().st_size for path in paths))
-        for batch, encoded in encoded_batches(work, documents.records(paths), workers):
+        for batch, encoded in encoded_batches(work, documents.records(paths, key), workers):
             for document in encoded:
                 if document.tokens is None:
                     unusable += 1
                     if unusable <= SHOWN_PROBLEMS:
                         console.print(f"left out: {document.problem}", highlight=False, markup=False)
                     continue
-                outputs[-1 if document.draw < valid_fraction else 0].add(document.tokens, document.text_bytes)
+                part = next((number for number, end in enumerate(ends, 1) if document.draw < end), 0)
+                outputs[part].add(document.tokens, document.text_bytes)
             progress.advance(bar, sum(record.size_bytes for record in batch))
         for output in outputs:
             if not output.documents:
                 raise ValueError(
-                    f"no usable document for {output.prefix}; give more text"
-                    + (" or another --valid-fraction" if valid_fraction else "")
+                    f"no usable document for {output.prefix}; give more text" + (" or other fractions" if ends else "")
                 )
         facts = {
             "vocab_size": tokenizer.vocab_size,
@@ -280,16 +291,17 @@ def _progress(console: Console) -> Progress:
 
 def parser() -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(description="Tokenize text into Megatron's .bin/.idx.")
-    options.add_argument("inputs", nargs="+", help=f"folders or files ({', '.join(documents.SUFFIXES)})")
-    options.add_argument("--tokenizer", required=True, help="a sentencepiece model")
+    options.add_argument("inputs", nargs="+", help=f"folders or files ({documents.KINDS})")
+    options.add_argument("--tokenizer", required=True, help="a sentencepiece model, or a Hugging Face fast tokenizer")
     options.add_argument("--output", required=True, help="path prefix of the files to write")
-    options.add_argument("--key", default="text", help="field of a .jsonl line that holds the text")
+    options.add_argument("--key", default="text", help="field of a .jsonl or column of a .parquet with the text")
     options.add_argument(
         "--valid-fraction",
         type=float,
         default=0.0,
         help="set about this part of the documents aside: writes OUTPUT_train and OUTPUT_valid",
     )
+    options.add_argument("--test-fraction", type=float, default=0.0, help="the same for OUTPUT_test")
     options.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes that tokenize")
     options.add_argument("--force", action="store_true", help="write even if the output exists")
     return options
@@ -304,6 +316,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             options.output,
             key=options.key,
             valid_fraction=options.valid_fraction,
+            test_fraction=options.test_fraction,
             workers=options.workers,
             force=options.force,
         )

@@ -127,17 +127,26 @@ def write_rank(draft: Path, rank: int, content: RankContent) -> None:
         os.fsync(file.fileno())
         for entry, crc in zip(tensors, crcs, strict=True):
             entry["crc"] = crc.result()
-    part = {
+    write_synced(_part_path(draft, rank), json.dumps(part_of(rank, head, offset, tensors, content)))
+
+
+def part_of(
+    rank: int, head: bytes, size: int, tensors: Sequence[Mapping[str, Any]], content: RankContent
+) -> dict[str, Any]:
+    """The PART of a file of `size` bytes that begins with `head`, given the entries of its tensors.
+
+    Of `content` everything but the tensors themselves is used.
+    """
+    return {
         "rank": rank,
-        "file": path.name,
-        "bytes": offset,
+        "file": file_name(rank),
+        "bytes": size,
         "header_bytes": len(head),
         "header_crc": zlib.crc32(head),
         "tensors": tensors,
         **described(content),
         "numbers": content.numbers,
     }
-    write_synced(_part_path(draft, rank), json.dumps(part))
 
 
 def parts_missing(draft: Path, ranks: Sequence[int]) -> bool:
@@ -148,8 +157,7 @@ def parts_missing(draft: Path, ranks: Sequence[int]) -> bool:
 def commit(draft: Path, folder: Path, ranks: Sequence[int], facts: Mapping[str, Any]) -> None:
     """Make a whole draft the folder, in place of an older one. Raises OSError; the older one is then still there."""
     parts = [json.loads(_part_path(draft, rank).read_text()) for rank in ranks]
-    content = {"format": FORMAT, **facts, "parts": parts}
-    write_synced(draft / MANIFEST, json.dumps({"crc": content_crc(content), "content": content}))
+    write_manifest(draft, parts, facts)
     for rank in ranks:
         _part_path(draft, rank).unlink()
     sync(draft)
@@ -165,6 +173,12 @@ def commit(draft: Path, folder: Path, ranks: Sequence[int], facts: Mapping[str, 
         raise
     sync(folder.parent)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def write_manifest(folder: Path, parts: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> None:
+    """Write the manifest of a folder that holds these PARTs' files. Raises OSError."""
+    content = {"format": FORMAT, **facts, "parts": parts}
+    write_synced(folder / MANIFEST, json.dumps({"crc": content_crc(content), "content": content}))
 
 
 def content_crc(content: Mapping[str, Any]) -> int:

@@ -69,6 +69,11 @@ class SavedReplica:
         return list(dict.fromkeys(t["kind"] for part in self.parts for t in part["tensors"] if t["layout"] is not None))
 
     @property
+    def weight_kind(self) -> str:
+        """The kind that the model computes with: weight, or in a checkpoint master."""
+        return "weight" if "weight" in self.kinds else "master"
+
+    @property
     def names(self) -> list[str]:
         """The global names of the parameters."""
         return list(dict.fromkeys(name for part in self.parts for name in part["parameters"]))
@@ -99,18 +104,35 @@ class SavedReplica:
 
         Raises CheckpointError naming a damaged file.
         """
-        if kind is None:
-            kind = "weight" if "weight" in self.kinds else "master"
-        return self.box(name, kind, tuple((0, extent) for extent in self._shape(name)))
+        return self.box(name, kind or self.weight_kind, tuple((0, extent) for extent in self.shape(name)))
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The unsharded shape of a parameter. Raises CheckpointError where there is none of that name."""
+        for part in self.parts:
+            if name in part["parameters"]:
+                return tuple(part["parameters"][name]["shape"])
+        raise CheckpointError(f"{self.folder} holds no parameter {name}")
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The dtype in which `tensor` gives a parameter. Raises CheckpointError where there is none of that name."""
+        kind = self.weight_kind
+        for part in self.parts:
+            for tensor in part["tensors"]:
+                if tensor["kind"] == kind and any(span[0] == name for span in part["layouts"][tensor["layout"]]):
+                    return _dtype(tensor)
+        raise CheckpointError(f"{self.folder} holds no parameter {name}")
 
     def box(self, name: str, kind: str, box: Ranges) -> torch.Tensor:
         """`kind` of a box of the unsharded parameter `name`, in the box's shape. Raises CheckpointError."""
+        shape = [stop - start for start, stop in box]
         answer: torch.Tensor | None = None
-        filled = torch.zeros([stop - start for start, stop in box], dtype=torch.bool)
+        filled = torch.zeros(shape, dtype=torch.bool)
         for pieces, holders in self._slices(name):
             if not any(_overlap(whole, box) for _, whole in pieces):
                 continue
             local = self._local(name, kind, pieces, holders)
+            if len(pieces) == 1 and list(local.shape) == shape and _overlap(pieces[0][1], box) == tuple(box):
+                return local  # the very box: a copy would take as much memory again
             if answer is None:
                 answer = torch.empty(filled.shape, dtype=local.dtype)
             for inside, whole in pieces:
@@ -145,15 +167,9 @@ class SavedReplica:
         if size != part["bytes"]:
             raise CheckpointError(f"{path} has {size} bytes instead of {part['bytes']}: it was cut, or is another file")
 
-    def _shape(self, name: str) -> Sequence[int]:
-        for part in self.parts:
-            if name in part["parameters"]:
-                return part["parameters"][name]["shape"]
-        raise CheckpointError(f"{self.folder} holds no parameter {name}")
-
     def _slices(self, name: str) -> Iterator[tuple[list[tuple[Ranges, Ranges]], list[Part]]]:
         """The different local tensors of a parameter: pieces as (local box, whole box), and the files that hold it."""
-        self._shape(name)
+        self.shape(name)
         found: dict[str, list[Part]] = {}
         for part in self.parts:
             if name in part["parameters"]:

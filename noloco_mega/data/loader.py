@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 from noloco_mega.config import Config
-from noloco_mega.data.dataset import Dataset, open_dataset
+from noloco_mega.data.blend import Blend, Samples
+from noloco_mega.data.dataset import open_dataset
 from noloco_mega.data.tokenizer import Tokenizer
 from noloco_mega.plan import keys, sampling
 from noloco_mega.plan.views import View, ViewLog
@@ -42,7 +43,7 @@ class Loader:
     `view_log` is read anew at every call; the caller appends to it.
     """
 
-    def __init__(self, config: Config, train: Dataset, valid: Dataset, view_log: ViewLog) -> None:
+    def __init__(self, config: Config, train: Samples, valid: Samples, view_log: ViewLog) -> None:
         """Raises ValueError if `valid` has fewer samples than one evaluation takes."""
         self._train, self._valid, self._view_log = train, valid, view_log
         self._seed, self._seq_length = config.run.seed, config.model.seq_length
@@ -87,28 +88,36 @@ class Loader:
         return _batch(self._train.read(chosen))
 
 
-def open_loader(config: Config, view_log: ViewLog) -> Loader:
+def open_loader(config: Config, view_log: ViewLog, domain: str | None = None) -> Loader:
     """The loader of a run, its files opened and checked against each other. Raises ValueError.
+
+    With `domain`, the validation data is that of data.valid_domains under this name.
 
     Needs no process group; every process of every replica may call it at the same time.
     """
     tokenizer = Tokenizer(config.data.tokenizer)
-    if tokenizer.vocab_size != config.model.vocab_size:
+    fits = tokenizer.vocab_size <= config.model.vocab_size
+    if not (fits if tokenizer.padded else tokenizer.vocab_size == config.model.vocab_size):
         raise ValueError(
             f"model.vocab_size = {config.model.vocab_size}, but the tokenizer {tokenizer.path} has "
             f"{tokenizer.vocab_size} tokens; set model.vocab_size to that"
         )
-    train, valid = (
+    data = config.data
+    valid = data.valid if domain is None else data.valid_domains[domain]
+    opened = [
         open_dataset(
             prefix,
             config.model.seq_length,
-            vocab_size=tokenizer.vocab_size,
+            vocab_size=config.model.vocab_size,
             tokenizer_digest=tokenizer.digest,
-            cache=config.data.cache,
+            cache=data.cache,
         )
-        for prefix in (config.data.train, config.data.valid)
-    )
-    return Loader(config, train, valid, view_log)
+        for prefix in (valid, data.train, *data.blend)
+    ]
+    train: Samples = opened[1]
+    if data.blend:
+        train = Blend(opened[1:], [1 - sum(data.blend.values()), *data.blend.values()])
+    return Loader(config, train, opened[0], view_log)
 
 
 def _batch(rows: np.ndarray) -> Batch:

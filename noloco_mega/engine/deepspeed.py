@@ -26,7 +26,7 @@ from noloco_mega.comm.groups import ReplicaWorld
 from noloco_mega.config import Config
 from noloco_mega.device import Device
 from noloco_mega.engine.weights import Masters
-from noloco_mega.model.stage import sum_sequence_parallel_gradients
+from noloco_mega.model.stage import sum_partial_gradients
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -138,7 +138,7 @@ def apply(engine: DeepSpeedEngine, world: ReplicaWorld) -> float:
 
     Returns that norm before clipping; inf where DeepSpeed skipped the step because a gradient was not finite.
     """
-    sum_sequence_parallel_gradients(engine.module, world, accumulated_gradient)
+    sum_partial_gradients(engine.module, world, accumulated_gradient)
     engine.set_gradient_accumulation_boundary(True)
     engine.allreduce_gradients()
     engine.step()

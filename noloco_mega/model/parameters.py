@@ -28,9 +28,15 @@ Ranges = tuple[tuple[int, int], ...]
 PARTITION_DIMS: dict[str, int | None] = {
     "embedding.word_embeddings.weight": 0,
     "self_attention.linear_qkv.weight": 0,
+    "self_attention.linear_qkv.bias": 0,
     "self_attention.linear_proj.weight": 1,
+    "self_attention.linear_proj.bias": None,
+    "self_attention.q_layernorm.weight": None,
+    "self_attention.k_layernorm.weight": None,
     "mlp.linear_fc1.weight": 0,
+    "mlp.linear_fc1.bias": 0,
     "mlp.linear_fc2.weight": 1,
+    "mlp.linear_fc2.bias": None,
     "output_layer.weight": 0,
     "input_layernorm.weight": None,
     "pre_mlp_layernorm.weight": None,
@@ -108,7 +114,7 @@ def slices_of(name: str, local_shape: tuple[int, ...], tensor: int, size: int) -
         box = tuple((0, extent) for extent in local_shape)
         return ParameterSlices(name, local_shape, (Piece(box, box),))
     shape = tuple(extent * size if d == dim else extent for d, extent in enumerate(local_shape))
-    parts = 2 if name.endswith("mlp.linear_fc1.weight") else 1
+    parts = 2 if ".mlp.linear_fc1." in name else 1
     local_extent, whole_extent = local_shape[dim] // parts, shape[dim] // parts
 
     def box_at(start: int) -> Ranges:
@@ -123,8 +129,8 @@ def slices_of(name: str, local_shape: tuple[int, ...], tensor: int, size: int) -
 def initialise(model: GPTModel, world: ReplicaWorld, seed: int, std: float) -> None:
     """Write θ0 into a stage's parameters: a pure function of (seed, std, the model's shape).
 
-    Norm weights are 1; all others normal with standard deviation `std`, the two output projections of each layer with
-    std / sqrt(2·num_layers).
+    Norm weights are 1 and biases 0; all others normal with standard deviation `std`, the two output projections of
+    each layer with std / sqrt(2·num_layers).
     """
     slices = parameter_slices(model, world)
     for local_name, parameter in model.named_parameters():
@@ -134,8 +140,8 @@ def initialise(model: GPTModel, world: ReplicaWorld, seed: int, std: float) -> N
 @torch.no_grad()
 def fill(target: torch.Tensor, where: ParameterSlices, seed: int, std: float, num_layers: int) -> None:
     """Write a parameter's part of θ0 into `target`; never holds more than one block of the unsharded tensor."""
-    if partition_dim(where.name) is None:
-        target.fill_(1.0)
+    if where.name.endswith((".bias", "layernorm.weight")):
+        target.fill_(0.0 if where.name.endswith(".bias") else 1.0)
         return
     output = where.name.endswith(("self_attention.linear_proj.weight", "mlp.linear_fc2.weight"))
     scale = std / math.sqrt(2 * num_layers) if output else std

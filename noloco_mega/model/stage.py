@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from noloco_mega import config
 from noloco_mega.comm.groups import ReplicaWorld
-from noloco_mega.model import parameters
+from noloco_mega.model import parameters, rotary
 from noloco_mega.model.attention import SdpaCoreAttention
 
 
@@ -31,12 +31,23 @@ class SequenceParallelRMSNorm(torch.nn.RMSNorm):
     """torch's RMSNorm with megatron-core's constructor, for its spec: the stock one refuses sequence parallelism.
 
     Under sequence parallelism each tensor rank normalises its own part of the sequence, so the weight's gradient is
-    a part of the whole one: `sum_sequence_parallel_gradients` adds them up.
+    a part of the whole one: `sum_partial_gradients` adds them up.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+def with_bias(linear: type[torch.nn.Module], bias: bool) -> type[torch.nn.Module]:
+    """A parallel linear layer that adds a bias or does not, whatever it is asked for: megatron-core asks for one by a
+    switch that attention and MLP share."""
+
+    class Linear(linear):  # type: ignore[misc,valid-type]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **{**kwargs, "bias": bias})
+
+    return Linear
 
 
 def transformer_config(
@@ -66,6 +77,7 @@ def transformer_config(
         gated_linear_unit=True,
         activation_func=F.silu,
         add_bias_linear=False,
+        qk_layernorm=model.qk_norm,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=topology.tensor,
@@ -112,7 +124,7 @@ def build_stage(
     )
     stage = GPTModel(
         settings,
-        _transformer_engine_layers() if transformer_engine else _local_layers(settings),
+        _transformer_engine_layers(model) if transformer_engine else _local_layers(model, topology),
         vocab_size=model.vocab_size,
         max_sequence_length=model.seq_length,
         pre_process=place.stage == 0,
@@ -127,31 +139,51 @@ def build_stage(
         # The engine counts a parameter that every tensor rank holds only once in the gradient's norm; megatron-core
         # sets this mark together with its own initial values, which are not used here.
         parameter.tensor_model_parallel = parameters.partition_dim(slices[name].name) is not None
+        # Each tensor rank normalises its own heads with the one weight that all of them hold.
+        per_head = name.endswith(("q_layernorm.weight", "k_layernorm.weight"))
+        parameter.partial_gradient = per_head or getattr(parameter, "sequence_parallel", False)
+    if model.rope_scaling is not None:
+        stage.rotary_pos_emb.inv_freq = rotary.inverse_frequencies(model)
     return stage.to(world.device.device)
 
 
-def _transformer_engine_layers() -> ModuleSpec:
-    return get_gpt_layer_with_transformer_engine_spec()
+def _transformer_engine_layers(model: config.Model) -> ModuleSpec:
+    layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=model.qk_norm)
+    _set_biases(layer, model)
+    return layer
 
 
-def _local_layers(settings: TransformerConfig) -> TransformerBlockSubmodules:
+def _local_layers(model: config.Model, topology: config.Topology) -> TransformerBlockSubmodules:
     layer = get_gpt_layer_local_spec(normalization="RMSNorm")
     layer.submodules.input_layernorm = SequenceParallelRMSNorm
     layer.submodules.pre_mlp_layernorm = SequenceParallelRMSNorm
-    layer.submodules.self_attention.submodules.core_attention = SdpaCoreAttention
-    count = settings.num_layers // settings.pipeline_model_parallel_size
+    attention = layer.submodules.self_attention.submodules
+    attention.core_attention = SdpaCoreAttention
+    if model.qk_norm:
+        attention.q_layernorm = attention.k_layernorm = SequenceParallelRMSNorm
+    _set_biases(layer, model)
+    count = model.num_layers // topology.stages
     return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=SequenceParallelRMSNorm)
 
 
-def sum_sequence_parallel_gradients(
+def _set_biases(layer: ModuleSpec, model: config.Model) -> None:
+    attention, mlp = layer.submodules.self_attention.submodules, layer.submodules.mlp.submodules
+    attention.linear_qkv = with_bias(attention.linear_qkv, model.attention_bias != "none")
+    attention.linear_proj = with_bias(attention.linear_proj, model.attention_bias == "all")
+    mlp.linear_fc1 = with_bias(mlp.linear_fc1, model.mlp_bias)
+    mlp.linear_fc2 = with_bias(mlp.linear_fc2, model.mlp_bias)
+
+
+def sum_partial_gradients(
     model: torch.nn.Module, world: ReplicaWorld, gradient_of: Callable[[torch.nn.Parameter], torch.Tensor | None]
 ) -> None:
-    """Add up, over the T tensor ranks, the gradients of weights that act on one part of the sequence each.
+    """Add up, over the T tensor ranks, the gradients of weights that all of them hold and that act on one part of the
+    sequence, or of the heads, each.
 
     `gradient_of` gives a parameter's accumulated gradient, which the engine may keep elsewhere than in p.grad; it is
-    changed in place. One all-reduce of all of them together; none where no weight is sequence parallel.
+    changed in place. One all-reduce of all of them together; none where there are no such weights.
     """
-    marked = [p for p in model.parameters() if getattr(p, "sequence_parallel", False)]
+    marked = [p for p in model.parameters() if getattr(p, "partial_gradient", False)]
     if not marked or world.grid.tensor == 1:
         return
     gradients = []

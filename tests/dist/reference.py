@@ -31,38 +31,50 @@ def norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     return x / (x.square().mean(-1, keepdim=True) + epsilon).sqrt() * weight
 
 
-def rotate(x: Tensor, base: float) -> Tensor:
-    """RoPE on [B, heads, S, D]: the pair (x_i, x_{i + D/2}) at position p turns by p·base^(−2i/D)."""
+def rotate(x: Tensor, base: float, factor: float) -> Tensor:
+    """RoPE on [B, heads, S, D]: the pair (x_i, x_{i + D/2}) at position p turns by p·base^(−2i/D) / factor."""
     half = x.shape[-1] // 2
-    frequency = base ** (-torch.arange(half, dtype=x.dtype) / half)
+    frequency = base ** (-torch.arange(half, dtype=x.dtype) / half) / factor
     angle = torch.arange(x.shape[-2], dtype=x.dtype)[:, None] * frequency
     low, high = x[..., :half], x[..., half:]
     return torch.cat((low * angle.cos() - high * angle.sin(), high * angle.cos() + low * angle.sin()), -1)
 
 
-def attention(x: Tensor, qkv: Tensor, out: Tensor, model) -> Tensor:
-    """x [B, S, H]. Rows of `qkv` come query group by query group: its query heads, its key, its value."""
+def attention(x: Tensor, of, model) -> Tensor:
+    """x [B, S, H]. Rows of linear_qkv come query group by query group: its query heads, its key, its value."""
     batch, length, _ = x.shape
     heads, groups = model.num_attention_heads, model.num_query_groups
-    width = out.shape[1] // heads
-    mixed = (x @ qkv.T).view(batch, length, groups, heads // groups + 2, width).permute(0, 2, 3, 1, 4)
-    query = rotate(mixed[:, :, :-2].flatten(1, 2), model.rotary_base)
-    key = rotate(mixed[:, :, -2], model.rotary_base).repeat_interleave(heads // groups, 1)
+    width = of("self_attention.linear_proj.weight").shape[1] // heads
+    factor = model.rope_scaling.factor if model.rope_scaling else 1.0
+    mixed = linear(x, of, "self_attention.linear_qkv").view(batch, length, groups, heads // groups + 2, width)
+    mixed = mixed.permute(0, 2, 3, 1, 4)
+    query, key = mixed[:, :, :-2].flatten(1, 2), mixed[:, :, -2]
+    if model.qk_norm:
+        query = norm(query, of("self_attention.q_layernorm.weight"), model.norm_epsilon)
+        key = norm(key, of("self_attention.k_layernorm.weight"), model.norm_epsilon)
+    query = rotate(query, model.rotary_base, factor)
+    key = rotate(key, model.rotary_base, factor).repeat_interleave(heads // groups, 1)
     value = mixed[:, :, -1].repeat_interleave(heads // groups, 1)
     scores = query @ key.transpose(-1, -2) / math.sqrt(width)
     hidden = torch.triu(torch.ones(length, length, dtype=torch.bool), 1)
     probabilities = scores.masked_fill(hidden, -math.inf).softmax(-1)
-    return (probabilities @ value).transpose(1, 2).reshape(batch, length, -1) @ out.T
+    return linear((probabilities @ value).transpose(1, 2).reshape(batch, length, -1), of, "self_attention.linear_proj")
+
+
+def linear(x: Tensor, of, name: str) -> Tensor:
+    y = x @ of(f"{name}.weight").T
+    bias = of(f"{name}.bias")
+    return y if bias is None else y + bias
 
 
 def layer(x: Tensor, weights: Weights, number: int, model) -> Tensor:
-    def of(name: str) -> Tensor:
-        return weights[f"decoder.layers.{number}.{name}.weight"]
+    def of(name: str) -> Tensor | None:
+        return weights.get(f"decoder.layers.{number}.{name}")
 
-    normed = norm(x, of("input_layernorm"), model.norm_epsilon)
-    x = x + attention(normed, of("self_attention.linear_qkv"), of("self_attention.linear_proj"), model)
-    gate, up = (norm(x, of("pre_mlp_layernorm"), model.norm_epsilon) @ of("mlp.linear_fc1").T).chunk(2, -1)
-    return x + (gate * gate.sigmoid() * up) @ of("mlp.linear_fc2").T
+    x = x + attention(norm(x, of("input_layernorm.weight"), model.norm_epsilon), of, model)
+    normed = norm(x, of("pre_mlp_layernorm.weight"), model.norm_epsilon)
+    gate, up = linear(normed, of, "mlp.linear_fc1").chunk(2, -1)
+    return x + linear(gate * gate.sigmoid() * up, of, "mlp.linear_fc2")
 
 
 def loss_of(x: Tensor, weights: Weights, batch, model) -> Tensor:

@@ -1,5 +1,7 @@
 """The predicted sizes against those of real engines: every tensor is counted where it lies."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -13,7 +15,15 @@ def _bytes(tensors):
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def _measure(place, directory, grid, bf16):
+EVERY_VARIANT = {"attention_bias": "all", "mlp_bias": True, "qk_norm": True}
+
+
+def _config(grid, bf16, variant):
+    config = make_config(grid, bf16=bf16)
+    return replace(config, model=replace(config.model, **variant))
+
+
+def _measure(place, directory, grid, bf16, variant):
     """What a rank's engine holds after one inner step, and what a forward pass of one microbatch keeps."""
     from types import SimpleNamespace
 
@@ -22,7 +32,7 @@ def _measure(place, directory, grid, bf16):
     from noloco_mega.outer.noloco import NoLoCo
 
     world = replica_world(grid, place, directory)
-    settings = make_config(grid, bf16=bf16)
+    settings = _config(grid, bf16, variant)
     model = make_stage(settings, world)
     engine = engines.build_engine(model, settings, world)
     engines.begin(engine)
@@ -64,10 +74,19 @@ def _kept(model):
     return sum(size for size, _ in kept.values())
 
 
-@pytest.mark.parametrize("grid, bf16", [(Grid(replicas=1, data=2, tensor=2), True), (Grid(replicas=1, stages=2, tensor=2), False)])
-def test_predicted_sizes_are_those_of_an_engine(grid, bf16, tmp_path):
-    config = make_config(grid, bf16=bf16)
-    for place, found in zip(grid.places(), run_ranks(_measure, grid, tmp_path, grid, bf16), strict=True):
+@pytest.mark.parametrize(
+    "grid, bf16, variant",
+    [
+        (Grid(replicas=1, data=2, tensor=2), True, {}),
+        (Grid(replicas=1, stages=2, tensor=2), False, {}),
+        (Grid(replicas=1, tensor=2), False, EVERY_VARIANT),
+        (Grid(replicas=1), True, EVERY_VARIANT),
+    ],
+)
+def test_predicted_sizes_are_those_of_an_engine(grid, bf16, variant, tmp_path):
+    config = _config(grid, bf16, variant)
+    measured = run_ranks(_measure, grid, tmp_path, grid, bf16, variant)
+    for place, found in zip(grid.places(), measured, strict=True):
         held = costs.memory(config, place.stage, on_gpu=False)
         assert found["parameters"] == costs.stage_parameters(config, place.stage)
         assert found["weights"] == held.weights
@@ -77,5 +96,5 @@ def test_predicted_sizes_are_those_of_an_engine(grid, bf16, tmp_path):
             assert getattr(held, name) <= found[name] <= getattr(held, name) * 1.01, name
         if found["kept"] is not None:
             assert held.activations == pytest.approx(found["kept"], rel=0.05)
-    whole = make_config(Grid(replicas=1))
+    whole = _config(Grid(replicas=1), bf16, variant)
     assert costs.model_parameters(config) == costs.stage_parameters(whole, 0)

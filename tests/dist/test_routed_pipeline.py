@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import zlib
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -32,6 +33,15 @@ MODEL = config.Model(
 )
 
 
+VARIANT = {
+    "attention_bias": "all",
+    "mlp_bias": True,
+    "qk_norm": True,
+    "kv_channels": 16,
+    "rope_scaling": config.RopeScaling(type="linear", factor=3.0),
+}
+
+
 class Setting(NamedTuple):
     """One thing that a layout goes through."""
 
@@ -40,10 +50,13 @@ class Setting(NamedTuple):
     sequence_parallel: bool = False
     varied: bool = False
     tied: bool = False
+    variant: bool = False
+    """With every part that other model families add."""
 
     @property
     def model(self) -> config.Model:
-        return dataclasses.replace(MODEL, tied_embeddings=self.tied)
+        changes = VARIANT if self.variant else {}
+        return dataclasses.replace(MODEL, tied_embeddings=self.tied, **changes)
 
     def config(self, grid: Grid) -> config.Config:
         return config.Config(
@@ -148,8 +161,16 @@ class Rank:
         )
         parameters.initialise(model, self.world, seed=7, std=0.05)
         theta0 = self.tensors(model, lambda p: p)
-        # Replicas differ, so that a wrong route shows.
+        # Replicas differ, so that a wrong route shows; biases and norms differ too, the same on every tensor rank.
         parameters.initialise(model, self.world, seed=100 + self.place.replica, std=0.05)
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1 and setting.variant:
+                where = parameters.parameter_slices(model, self.world)[name]
+                generator = torch.Generator().manual_seed(zlib.crc32(where.name.encode()) + self.place.replica)
+                noise = 0.1 * torch.randn(where.shape, generator=generator)
+                with torch.no_grad():
+                    for piece in where.pieces:
+                        parameter[piece.local_index()] += noise[piece.whole_index()]
         return model, theta0
 
     def tensors(self, model, of):
@@ -171,7 +192,7 @@ class Rank:
 
         model.zero_grad(set_to_none=True)
         loss = pipeline.forward_backward(step, circuit)
-        stage.sum_sequence_parallel_gradients(model, self.world, lambda p: p.grad)
+        stage.sum_partial_gradients(model, self.world, lambda p: p.grad)
         return {
             "loss": loss.total.item(),
             "microbatches": loss.microbatches,
@@ -248,7 +269,13 @@ LAYOUTS = [
     (Grid(replicas=3, stages=2), [Setting(4, varied=True)]),
     (
         Grid(replicas=2, stages=2, tensor=2),
-        [Setting(3), Setting(3, sequence_parallel=True), Setting(2, BF16, sequence_parallel=True)],
+        [
+            Setting(3),
+            Setting(3, sequence_parallel=True),
+            Setting(2, BF16, sequence_parallel=True),
+            Setting(2, variant=True),
+            Setting(2, sequence_parallel=True, variant=True),
+        ],
     ),
     (Grid(replicas=2, stages=2, data=2), [Setting(3)]),
     (Grid(replicas=1, tensor=2), [Setting(2), Setting(2, tied=True)]),

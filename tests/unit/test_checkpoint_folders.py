@@ -38,6 +38,18 @@ def test_a_box_across_ranks_and_only_a_whole_folder(tmp_path):
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("start", [0, NUMEL // 2, NUMEL])
+def test_a_box_of_a_ranks_size_wherever_it_lies(tmp_path, start):
+    draft = tmp_path / "draft"
+    draft.mkdir()
+    for rank in (0, 1):
+        format.write_rank(draft, rank, content(rank, rank, 2))
+    format.commit(draft, tmp_path / "saved", (0, 1), {"step": 1})
+    saved = SavedReplica(tmp_path / "saved")
+    whole = torch.arange(2 * NUMEL) // NUMEL
+    assert torch.equal(saved.box("weight", "master", ((start, start + NUMEL),)), whole[start : start + NUMEL].float())
+
+
 def test_pruning_keeps_the_newest_and_the_one_known_complete(tmp_path):
     for step in (10, 20, 30, 40):
         save(tmp_path, CONFIG, step, 0)

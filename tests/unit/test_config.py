@@ -10,6 +10,9 @@ from noloco_mega import checks, deepspeed_keys
 from noloco_mega.config import ConfigError, load, parse
 from noloco_mega.entry import add_config_arguments, load_config
 
+LLAMA3 = {"type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3["original_max_position_embeddings"] = 32
+
 
 def raw_config():
     return {
@@ -53,6 +56,11 @@ def test_a_valid_config_round_trips():
     assert (config.micro_batch_size, config.microbatches, config.replica_batch_size) == (4, 2, 8)
     assert config.noloco.outer_momentum == 0.5 and config.noloco.outer_lr == 0.7 and config.noloco.gamma == 0.7
     assert not config.bf16 and config.topology.site_of(2) == (0, 1, 2, 3)
+
+
+def test_nested_blocks_round_trip():
+    config = parse(changed(model__rope_scaling=LLAMA3, model__attention_bias="qkv"))
+    assert parse(config.to_json()) == config and config.model.rope_scaling.factor == 8.0
 
 
 def test_configs_are_frozen():
@@ -154,6 +162,12 @@ def test_configs_are_frozen():
         ({"dataloader_drop_last": True}, "samples are planned by number"),
         ({"elasticity__enabled": True}, 'DeepSpeed\'s "elasticity" is not supported here'),
         ({"zero_force_ds_cpu_optimizer": True}, "it is for offloading"),
+        ({"model__attention_bias": "some"}, "'none', 'qkv' or 'all'"),
+        ({"model__rope_scaling": {"type": "yarn", "factor": 4}}, "'linear' or 'llama3'"),
+        ({"model__rope_scaling": {"type": "linear", "factor": 4, "lowfreq": 1}}, 'did you mean "low_freq_factor"?'),
+        ({"model__rope_scaling": {"type": "linear", "factor": 4, "low_freq_factor": 1}}, "has no low_freq_factor"),
+        ({"model__rope_scaling": {"type": "llama3", "factor": 4}}, "needs low_freq_factor, high_freq_factor, original"),
+        ({"model__rope_scaling": LLAMA3 | {"high_freq_factor": 1.0}}, "low_freq_factor < high_freq_factor"),
     ],
 )
 def test_a_bad_config_says_what_to_change(change, message):

@@ -15,6 +15,9 @@ LAYERS = [
     ["comm", "launcher"],
     ["model", "data", "engine", "outer", "entry"],
     ["pipeline", "checkpoint", "findings", "metrics", "journal", "bootstrap"],
+    ["streamed"],
+    ["merging"],
+    ["convert", "start"],
     ["train", "preflight"],
     ["cli", "__main__"],
 ]

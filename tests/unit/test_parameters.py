@@ -16,9 +16,15 @@ from noloco_mega.plan import keys
 SHAPES = {
     "embedding.word_embeddings.weight": (48, 8),
     "decoder.layers.5.self_attention.linear_qkv.weight": (32, 8),
+    "decoder.layers.5.self_attention.linear_qkv.bias": (32,),
     "decoder.layers.5.self_attention.linear_proj.weight": (8, 16),
+    "decoder.layers.5.self_attention.linear_proj.bias": (8,),
+    "decoder.layers.5.self_attention.q_layernorm.weight": (4,),
+    "decoder.layers.5.self_attention.k_layernorm.weight": (4,),
     "decoder.layers.5.mlp.linear_fc1.weight": (48, 8),
+    "decoder.layers.5.mlp.linear_fc1.bias": (48,),
     "decoder.layers.5.mlp.linear_fc2.weight": (8, 24),
+    "decoder.layers.5.mlp.linear_fc2.bias": (8,),
     "decoder.layers.5.input_layernorm.weight": (8,),
     "decoder.layers.5.pre_mlp_layernorm.weight": (8,),
     "decoder.final_layernorm.weight": (8,),
@@ -28,7 +34,7 @@ SHAPES = {
 
 def megatron_cut(name, whole, tensor, size):
     """The local tensor as megatron-core's layers define it."""
-    if "layernorm" in name:
+    if "layernorm" in name or name.endswith(("linear_proj.bias", "linear_fc2.bias")):
         return whole
     if "linear_proj" in name or "linear_fc2" in name:
         return whole.chunk(size, 1)[tensor]

@@ -176,9 +176,9 @@ def test_inputs_that_cannot_work(source, tmp_path):
             run(source, tmp_path / "out", inputs=[tmp_path / inputs])
     with pytest.raises(ValueError, match="give a folder or a file that ends in"):
         run(source, tmp_path / "out", inputs=[source / "t.model"])
-    with pytest.raises(ValueError, match=r"--valid-fraction must lie in \[0, 1\)"):
+    with pytest.raises(ValueError, match=r"--valid-fraction and --test-fraction must lie in \[0, 1\)"):
         run(source, tmp_path / "out", valid_fraction=1.0)
-    with pytest.raises(ValueError, match="another --valid-fraction"):
+    with pytest.raises(ValueError, match="or other fractions"):
         run(source, tmp_path / "out", valid_fraction=1e-9)
     assert {path.name for path in tmp_path.iterdir()} == {"blank.txt", "folder"}
 
