@@ -42,12 +42,14 @@ lint: install
 test-unit: install
 	$(PYTEST) tests/unit
 
-# MPICH has a folder of its own: what training runs on does not change.
+# MPICH has an environment of its own: what training runs on does not change.
 MPICH := $(VENV)/cluster
 SLURM_PACKAGES := slurmctld slurmd slurm-client slurm-wlm-basic-plugins munge
 
 $(MPICH)/.installed: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade --target $(MPICH) mpich==5.0.2
+	rm -rf $(MPICH)
+	$(BIN)/python -m venv $(MPICH)
+	$(MPICH)/bin/python -m pip install --quiet --disable-pip-version-check mpich==5.0.2
 	touch $@
 
 test-cluster: install $(MPICH)/.installed
