@@ -21,6 +21,9 @@ from typing import Any
 import numpy as np
 
 from noloco_mega import config as configs
+from noloco_mega.checkpoint.format import CheckpointError
+from noloco_mega.checkpoint.reader import SavedReplica
+from noloco_mega.costs import model_parameters
 from noloco_mega.entry import guarded
 from noloco_mega.metrics import read_rows
 
@@ -74,10 +77,10 @@ def prepare(config: configs.Config) -> None:
 def finished(config: configs.Config) -> bool:
     """Whether the run is there, from this very config, to its last step."""
     for replica in range(config.topology.replicas):
-        manifest = ROOT / config.replica_folder(replica) / "weights" / "manifest.json"
-        if not manifest.exists():
+        try:
+            facts = SavedReplica(ROOT / config.replica_folder(replica) / "weights").manifest
+        except CheckpointError:
             return False
-        facts = json.loads(manifest.read_text())
         if facts["step"] != config.run.steps or facts["config"] != config.to_json():
             return False
     return True
@@ -187,16 +190,6 @@ def check(config: configs.Config, figures: dict[str, Any], parameters: int) -> N
     print("\nall figures as they should be")
 
 
-def count_parameters(config: configs.Config) -> int:
-    """Parameters of one replica, from its manifest."""
-    manifest = json.loads((ROOT / config.replica_folder(0) / "weights" / "manifest.json").read_text())
-    return sum(
-        math.prod(stop - start for start, stop in local)
-        for entry in manifest["tensors"]
-        for local, _ in entry["pieces"]
-    )
-
-
 def run(arguments: argparse.Namespace) -> None:
     overrides = [f"{key}={value}" for key, value in SHORT.items()] if arguments.short else []
     overrides += arguments.overrides
@@ -212,7 +205,7 @@ def run(arguments: argparse.Namespace) -> None:
     except subprocess.CalledProcessError as error:
         raise ValueError(f"a step failed, see above: {' '.join(map(str, error.cmd))}") from None
     if arguments.check:
-        check(config, figures, count_parameters(config))
+        check(config, figures, model_parameters(config))
     print(f"curves: {config.output / 'curves.png'}   rows: {config.output / 'metrics.jsonl'}")
 
 
