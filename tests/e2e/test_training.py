@@ -13,9 +13,9 @@ from noloco_mega import config as configs
 from noloco_mega.checkpoint.reader import SavedReplica, mean_tensor
 from noloco_mega.comm.rendezvous import RendezvousServer
 from noloco_mega.grid import Place
+from noloco_mega.merging import deviation
 from tests.e2e.runs import SECRET, launched, rows_of, run, train_rank, values
 from tests.harness import Ranks
-from tools.evaluate import deviation
 
 
 def weights(raw):
