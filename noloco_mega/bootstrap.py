@@ -27,7 +27,7 @@ from noloco_mega.comm.channel import Listener
 from noloco_mega.comm.control import NEVER, Leaders, StopAgreement
 from noloco_mega.comm.exchange import Exchange
 from noloco_mega.comm.links import LinkBroken, Links, open_links
-from noloco_mega.comm.membership import Peers, refuse_differences
+from noloco_mega.comm.membership import Peers, addresses_of, refuse_differences
 from noloco_mega.comm.rendezvous import Record, RendezvousClient, RendezvousServer, StartFailed
 from noloco_mega.comm.routed_p2p import Circuit, local_circuit, site_circuit
 from noloco_mega.config import Config
@@ -170,14 +170,7 @@ class Connection:
         records = self._client.wait_for("ready", twins)
         refuse_differences(place.replica, record, {replica: records[(replica, self._rank)] for replica, _ in twins})
         self._met = True
-        addresses = {
-            replica: (
-                str(self._started[(replica, rank)]["address"][0]),
-                int(self._started[(replica, rank)]["address"][1]),
-            )
-            for replica, rank in twins
-            if replica != place.replica
-        }
+        addresses = addresses_of(place.replica, {replica: self._started[(replica, rank)] for replica, rank in twins})
         if self.leads:
             self.leaders.connect(addresses)
         exchange = Exchange(

@@ -33,9 +33,17 @@ class Keeper:
         self, config: Config, place: Place, run: Connection, loader: Loader, journal: Journal, view_log: list[View]
     ) -> None:
         """Choose where to begin, and let `view_log` say what it was there. Raises CheckpointError."""
-        self._config, self._place, self._run, self._loader, self._journal = config, place, run, loader, journal
+        self._config, self._place, self._run, self._journal = config, place, run, journal
+        digest = loader.digest()
+        self.facts = {
+            "replica": place.replica,
+            "config": config.to_json(),
+            "data": digest,
+            "replica_batch_size": config.replica_batch_size,
+        }
+        """What every manifest of this replica says about the run."""
         self._folders = Checkpoints(config.output / "checkpoints", place.replica, config.topology.replicas)
-        self._start = resume.choose(config, place, run, self._folders, loader.digest())
+        self._start = resume.choose(config, place, run, self._folders, digest)
         if self._start.resumed:
             view_log[:] = self._start.view_log
 
@@ -43,16 +51,6 @@ class Keeper:
     def resumed(self) -> bool:
         """Whether the run goes on from a checkpoint."""
         return self._start.resumed
-
-    @property
-    def facts(self) -> dict:
-        """What every manifest of this replica says about the run."""
-        return {
-            "replica": self._place.replica,
-            "config": self._config.to_json(),
-            "data": self._loader.digest(),
-            "replica_batch_size": self._config.replica_batch_size,
-        }
 
     def begin(self, engine: DeepSpeedEngine, outer: Hook, peers: Peers) -> int:
         """Restore what was chosen, and open the journal there. Collective over the replica.

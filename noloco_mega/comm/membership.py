@@ -45,6 +45,15 @@ def refuse_differences(replica: int, own: Mapping[str, Any], twins: Mapping[int,
             raise ValueError(f"replica {replica} and replica {names} do not belong together: {complaint}")
 
 
+def addresses_of(replica: int, twins: Mapping[int, Mapping[str, Any]]) -> dict[int, Address]:
+    """Where the twins of a rank of `replica` listen, from the records that they announced at their start."""
+    return {
+        other: (str(record["address"][0]), int(record["address"][1]))
+        for other, record in twins.items()
+        if other != replica
+    }
+
+
 def agree(group: dist.ProcessGroup, device: torch.device, *flags: int) -> tuple[int, ...]:
     """The elementwise minimum of each flag over the ranks of `group`: one all-reduce for all flags.
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from noloco_mega import launcher
 from noloco_mega.comm.channel import Listener
 from noloco_mega.comm.exchange import Exchange
-from noloco_mega.comm.membership import Peers, refuse_differences
+from noloco_mega.comm.membership import Peers, addresses_of, refuse_differences
 from noloco_mega.comm.rendezvous import RendezvousClient
 from noloco_mega.engine.weights import fingerprint
 from noloco_mega.plan import views
@@ -53,11 +53,7 @@ def connect(
     records = client.wait_for("start", [(replica, rank) for replica in range(replicas)])
     twins = {replica: found for (replica, _), found in records.items()}
     refuse_differences(launch.replica, {"theta0": record["theta0"]}, twins)
-    addresses = {
-        replica: (str(twin["address"][0]), int(twin["address"][1]))
-        for replica, twin in twins.items()
-        if replica != launch.replica
-    }
+    addresses = addresses_of(launch.replica, twins)
     exchange = Exchange(
         replica=launch.replica,
         rank=rank,
