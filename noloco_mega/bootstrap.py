@@ -12,8 +12,10 @@ import contextlib
 import hashlib
 import json
 import os
-import socket
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -24,19 +26,32 @@ from noloco_mega import device as devices
 from noloco_mega import launcher, versions
 from noloco_mega.comm import groups
 from noloco_mega.comm.channel import Listener
-from noloco_mega.comm.control import NEVER, Leaders, StopAgreement
+from noloco_mega.comm.circuits import LOCAL, Circuits
+from noloco_mega.comm.control import Leaders, StopAgreement
+from noloco_mega.comm.coordinator import Coordinator, Plan
 from noloco_mega.comm.exchange import Exchange
-from noloco_mega.comm.links import LinkBroken, Links, open_links
+from noloco_mega.comm.links import LinkBroken
 from noloco_mega.comm.membership import Peers, addresses_of, refuse_differences
-from noloco_mega.comm.rendezvous import Record, RendezvousClient, RendezvousServer, StartFailed
-from noloco_mega.comm.routed_p2p import Circuit, local_circuit, site_circuit
+from noloco_mega.comm.orders import Orders
+from noloco_mega.comm.rendezvous import Record, RendezvousClient, RendezvousServer, RendezvousTimeout, StartFailed
+from noloco_mega.comm.roster import Roster, Standing
+from noloco_mega.comm.siblings import Siblings
+from noloco_mega.comm.steering import Lead, Steering
+from noloco_mega.comm.stores import serve_store
+from noloco_mega.comm.wire import Address, Message
 from noloco_mega.config import Config
 from noloco_mega.grid import Place
-from noloco_mega.plan.routing import RandomRoutes
+from noloco_mega.outer import registry
 from noloco_mega.plan.views import View
 
-CONFIRM_SECONDS = 15.0
-"""How long a stopping replica waits for silent ones: launchers kill what has not ended 30 s after their own SIGTERM."""
+LOOK_SECONDS = 1.0
+"""Between two looks at who has come."""
+SETTLE_SECONDS = 5.0
+"""How long a run that may begin with fewer replicas waits for more."""
+LOST_SECONDS = 10.0
+"""How long a rank whose replica has lost another one may need to find out and say so, before its process is ended."""
+RENEW_BEATS = 2
+"""Heartbeats between two looks whether the rendezvous still knows this rank."""
 
 
 class ReplicaLost(ConnectionError):  # noqa: N818
@@ -50,10 +65,12 @@ class Connection:
     """
 
     world: groups.ReplicaWorld
-    local: Circuit
-    """The ordinary pipeline of this replica."""
-    circuit: Circuit
-    """What training takes: the site's random routes, or `local`."""
+    members: tuple[int, ...]
+    """The replicas that the run begins with; where it is under way, those that were found training."""
+    joins: bool
+    """Whether the run is under way and this replica joins it."""
+    steering: Steering
+    """What this rank does about the other replicas while it trains."""
 
     def __init__(self, config: Config, launch: launcher.Launch, place: Place) -> None:
         """Choose the device and find the rendezvous. Raises ValueError with what to change."""
@@ -75,9 +92,26 @@ class Connection:
             place=(place.replica, self._rank),
         )
         self._listener = Listener(self._secret, launch.host)
+        self._timeout = timedelta(seconds=config.noloco.link_timeout_seconds)
+        self._circuits = Circuits(
+            self._grid, place, self._device, self._host, config.noloco.seed, self._timeout
+        )  # fmt: skip
         self.leaders = Leaders(place.replica, self._listener, self._secret, run_id(config))
         """News between replicas, carried by their leaders."""
         self._stopping = StopAgreement(self.leaders)
+        self._coordinator: Coordinator | None = None
+        self._siblings = Siblings(
+            rank=self._rank,
+            size=self._grid.replica_size,
+            listener=self._listener,
+            secret=self._secret,
+            run_id=run_id(config),
+            replica=place.replica,
+            heartbeat_seconds=config.noloco.heartbeat_seconds,
+            heard=self._heard,
+            lost=self._lost,
+        )
+        self._ended = threading.Event()
         self._met = False
 
     @contextlib.contextmanager
@@ -89,41 +123,62 @@ class Connection:
         except StartFailed:
             raise
         except (ValueError, OSError) as error:
-            if not self._met:
+            if not self._met and not getattr(self, "joins", False):
                 self._client.fail(self._place.replica, self._rank, str(error))
             raise
         except (RuntimeError, LinkBroken) as error:
             if isinstance(error, LinkBroken | dist.DistError) or any(w in str(error) for w in ("gloo", "NCCL")):
-                raise ReplicaLost(
-                    f"replica {self._place.replica} has lost one of its ranks (that rank's own output says why) and "
-                    f"cannot go on; the other replicas can. This rank saw: {str(error).splitlines()[0]}"
-                ) from error
+                raise ReplicaLost(self._farewell(str(error).splitlines()[0])) from error
             raise
+        finally:
+            self._ended.set()
+
+    def under_way(self) -> bool:
+        """Whether other replicas of this run are training already."""
+        others = [(replica, 0) for replica in range(self._grid.replicas) if replica != self._place.replica]
+        return bool(others and self._client.look("running", others))
 
     def join(self) -> None:
-        """Wait for all ranks of the run, and connect to the own replica and to the site's links.
+        """Wait for the replicas that begin the run, and connect to the own replica and to the site's links.
 
         Raises ValueError where ranks were started with different configurations, RendezvousTimeout naming those that
         did not come, StartFailed as soon as one of them says so, ConnectionError if links can't be made.
         """
-        config, place, grid = self._config, self._place, self._grid
+        place, grid = self._place, self._grid
         self._started = self._gather_starts()
-        timeout = timedelta(seconds=config.noloco.link_timeout_seconds)
         store = self._store("store", place.replica, serves=self.leads)
         # A rank may enter a collective while a sibling still waits for a link: that wait must end first.
-        self.world = groups.start_replica(grid, place, self._device, store, 2 * timeout)
+        self.world = groups.start_replica(grid, place, self._device, store, 2 * self._timeout)
+        if not self.leads:
+            leader = self._started[(place.replica, 0)]["address"]
+            self._siblings.connect((leader[0], leader[1]), self._config.noloco.rendezvous_timeout_seconds)
         column = f"links {place.data} {place.tensor}"
         # Each link group forms on a store of its own, never on the world's: see comm/links.py.
-        local_store = self._store(f"local {column}", place.replica, serves=place.stage == 0)
-        beside = [stage for stage in (place.stage - 1, place.stage + 1) if 0 <= stage < grid.stages]
-        self.local = self.circuit = local_circuit(self._links(local_store, place.stage, grid.stages, timeout, beside))
-        site = config.topology.site_of(place.replica)
-        if config.noloco.routing == "random" and len(site) > 1 and grid.stages > 1:
-            site_store = self._store(column, site[0], serves=place.replica == site[0] and place.stage == 0)
-            rank = site.index(place.replica) * grid.stages + place.stage
-            peers = [position * grid.stages + stage for position in range(len(site)) for stage in beside]
-            links = self._links(site_store, rank, len(site) * grid.stages, timeout, peers)
-            self.circuit = site_circuit(RandomRoutes(config.noloco.seed, site), links, site, grid.stages)
+        try:
+            self._circuits.start(self._store(f"local {column}", place.replica, serves=place.stage == 0))
+            if self._first_circuit != LOCAL:
+                lowest = self._site_members[0]
+                serves = place.replica == lowest and place.stage == 0
+                self._circuits.join(self._first_circuit, self._site_members, self._store(column, lowest, serves=serves))
+        except LinkBroken as error:
+            raise ConnectionError(str(error)) from error
+
+    @property
+    def _site_members(self) -> tuple[int, ...]:
+        return tuple(r for r in self._config.topology.site_of(self._place.replica) if r in self.members)
+
+    @property
+    def _routes(self) -> bool:
+        """Whether microbatches may cross to other replicas."""
+        site = self._config.topology.site_of(self._place.replica)
+        return self._config.noloco.routing == "random" and len(site) > 1 and self._grid.stages > 1
+
+    @property
+    def _first_circuit(self) -> int:
+        """The number of the circuit that is formed before training begins."""
+        if self.joins or not self._routes or len(self._site_members) < 2:
+            return LOCAL
+        return self._grid.replicas + self._site_members[0]
 
     def _gather_starts(self) -> dict[tuple[int, int], Record]:
         """Everybody's address and settings, compared before anything is built on them."""
@@ -134,29 +189,57 @@ class Connection:
             "config": run_id(self._config),
             "settings": hashlib.sha256(settings.encode()).hexdigest(),
         }
-        self._client.announce("start", self._place.replica, self._rank, record)
-        everybody = [
-            (replica, rank) for replica in range(self._grid.replicas) for rank in range(self._grid.replica_size)
-        ]
-        records = self._client.wait_for("start", everybody)
-        refuse_differences(
-            self._place.replica, record, {replica: records[(replica, self._rank)] for replica, _ in everybody}
-        )
-        if any(
-            records[(self._place.replica, rank)]["settings"] != record["settings"]
-            for rank in range(self._grid.replica_size)
-        ):
+        own, ranks = self._place.replica, range(self._grid.replica_size)
+        self._client.announce("start", own, self._rank, record)
+        self._muster()
+        replicas = sorted({own, *self.members})
+        records = self._client.wait_for("start", [(replica, rank) for replica in replicas for rank in ranks])
+        refuse_differences(own, record, {replica: records[(replica, self._rank)] for replica in replicas})
+        if any(records[(own, rank)]["settings"] != record["settings"] for rank in ranks):
             raise ValueError(
-                f"the ranks of replica {self._place.replica} were started with different configurations: give all of "
-                "them the same file and the same --set"
+                f"the ranks of replica {own} were started with different configurations: give all of them the same "
+                "file and the same --set"
             )
         return records
 
-    def _links(self, store: dist.Store, rank: int, size: int, timeout: timedelta, peers: Sequence[int]) -> Links:
-        try:
-            return open_links(self._device, store, rank, size, timeout, self._host, peers)
-        except LinkBroken as error:
-            raise ConnectionError(str(error)) from error
+    def _muster(self) -> None:
+        """Find out which replicas begin the run, or that it is under way: the leader looks, its siblings are told."""
+        own = self._place.replica
+        if self.leads:
+            members, joins = self._look_for_members()
+            self._client.announce("muster", own, 0, {"members": list(members), "joins": joins})
+        record = self._client.wait_for("muster", [(own, 0)])[(own, 0)]
+        self.members, self.joins = tuple(record["members"]), record["joins"]
+
+    def _look_for_members(self) -> tuple[tuple[int, ...], bool]:
+        """The members, and whether this replica joins them. Raises RendezvousTimeout, StartFailed."""
+        topology, own, ranks = self._config.topology, self._place.replica, range(self._grid.replica_size)
+        everybody = [(replica, rank) for replica in range(topology.replicas) for rank in ranks]
+        others = [(replica, 0) for replica in range(topology.replicas) if replica != own]
+        needed = topology.start_replicas or topology.replicas
+        deadline = time.monotonic() + self._config.noloco.rendezvous_timeout_seconds
+        enough_since: float | None = None
+        while True:
+            if others and (running := self._client.look("running", others)):
+                return tuple(sorted(replica for replica, _ in running)), True
+            if needed < topology.replicas and (founders := self._client.look("founders", [(0, 0)])):
+                members = tuple(founders[(0, 0)]["members"])
+                if own in members:
+                    return members, False
+                time.sleep(LOOK_SECONDS)  # it begins without this replica: wait until it is under way
+            else:
+                found = self._client.look("start", everybody, LOOK_SECONDS)
+                here = tuple(r for r in range(topology.replicas) if all((r, rank) in found for rank in ranks))
+                now = time.monotonic()
+                enough_since = (enough_since or now) if len(here) >= needed else None
+                if len(here) == topology.replicas and needed == topology.replicas:
+                    return here, False
+                settled = len(here) == topology.replicas or now - (enough_since or now) > SETTLE_SECONDS
+                if enough_since is not None and settled and own == here[0]:
+                    self._client.announce("founders", 0, 0, {"members": list(here)})
+            if time.monotonic() > deadline:
+                self._client.wait_for("start", everybody, 0.1)  # says who is missing
+                raise RendezvousTimeout("the run did not get under way", [])
 
     def meet(self, theta0: str, data: str, view_log: list[View]) -> Peers:
         """Compare with this rank's twins what must be equal, and get ready to exchange with them.
@@ -164,15 +247,13 @@ class Connection:
         `theta0` and `data` are the hashes of this rank's initial weights and of its token files. Raises ValueError
         naming a replica whose own differ, otherwise as `join`.
         """
-        place, twins = self._place, [(replica, self._rank) for replica in range(self._grid.replicas)]
+        place, twins = self._place, [(replica, self._rank) for replica in self.members]
         record = {"data": data, "theta0": theta0}
         self._client.announce("ready", place.replica, self._rank, record)
         records = self._client.wait_for("ready", twins)
         refuse_differences(place.replica, record, {replica: records[(replica, self._rank)] for replica, _ in twins})
         self._met = True
         addresses = addresses_of(place.replica, {replica: self._started[(replica, rank)] for replica, rank in twins})
-        if self.leads:
-            self.leaders.connect(addresses)
         exchange = Exchange(
             replica=place.replica,
             rank=self._rank,
@@ -181,24 +262,122 @@ class Connection:
             run_id=run_id(self._config),
             fingerprint=theta0,
         )
-        return Peers(
+        peers = Peers(
             place.replica,
             view_log,
+            [View(0, self.members)],
             addresses,
             exchange,
             self.world.replica,
             self.world.device.device,
             (self._listener, self._client),
         )
+        self._steer(peers, addresses)
+        if self.leads:
+            self._client.announce("running", place.replica, 0, {"members": list(self.members)})
+        threading.Thread(target=self._renew, name="rendezvous", daemon=True).start()
+        return peers
+
+    def _steer(self, peers: Peers, addresses: Mapping[int, Address]) -> None:
+        """From now on this replica hears and speaks of itself, and of the others' fate."""
+        settings, topology, replica = self._config.noloco, self._config.topology, self._place.replica
+        orders = Orders(self.world.replica, self.world.device.device, self.leads)
+        lead = None
+        if self.leads:
+            self.leaders.connect(addresses)
+            roster = Roster(
+                replica, self._standing(replica, time.time_ns(), not self.joins), settings.heartbeat_seconds
+            )
+            for other in self.members:
+                if other != replica:
+                    roster.hear(other, self._standing(other, 0, True))
+            plan = Plan(
+                replica=replica,
+                replicas=topology.replicas,
+                site=topology.site_of(replica),
+                routes=self._routes,
+                columns=topology.data * topology.tensor,
+                ranks=self._grid.replica_size,
+                inner_steps=settings.inner_steps,
+                steps=self._config.run.steps,
+                heartbeat_seconds=settings.heartbeat_seconds,
+                form_seconds=settings.link_timeout_seconds,
+                host=self._host,
+            )
+            coordinator = Coordinator(
+                plan, self.leaders, roster, self._siblings, self._circuits, orders, self._form, self._warn
+            )
+            self._coordinator = coordinator
+            coordinator.start(self.members, 0, self._first_circuit, self._site_members)
+            lead = Lead(coordinator=coordinator, roster=roster, stopping=self._stopping)
+        catches_up = registry.OUTER_OPTIMIZERS[settings.optimizer].catches_up and topology.replicas > 1
+        self.steering = Steering(
+            settings, peers, self._circuits, self._siblings, orders, lead, self._rank, catches_up
+        )  # fmt: skip
+
+    def _standing(self, replica: int, incarnation: int, ready: bool) -> Standing:
+        ranks = range(self._grid.replica_size)
+        where = tuple((str(a[0]), int(a[1])) for a in (self._started[(replica, rank)]["address"] for rank in ranks))
+        return Standing(incarnation=incarnation, beat=0, ranks=where, ready=ready, circuit=self._first_circuit)
+
+    def _heard(self, rank: int, message: Message) -> None:
+        """A sibling's message; from the leader it is about circuits."""
+        if "form" in message:
+            self._form(message)
+        elif "break" in message:
+            self._circuits.break_off(message["break"])
+        elif self._coordinator is not None:
+            self._coordinator.heard(rank, message)
+
+    def _form(self, order: Message) -> None:
+        """Connect to a circuit beside training, and say how it went."""
+        number, place = order["form"], self._place
+        host, port = order["stores"][place.data * self._grid.tensor + place.tensor]
+
+        def done(problem: str | None) -> None:
+            if self._coordinator is not None:
+                self._coordinator.formed(number, self._rank, problem)
+            else:
+                self._siblings.tell({"formed": number, "problem": problem})
+
+        self._circuits.form(number, order["members"], (host, port), done)
+
+    def _lost(self, rank: int) -> None:
+        """A sibling's process has ended: this one can't go on, and nobody shall wait for it."""
+        if self._ended.is_set():
+            return
+        self._circuits.close()
+
+        def give_up() -> None:
+            # A collective of gloo's or NCCL's may wait for the dead rank for as long as the link timeout.
+            if not self._ended.wait(LOST_SECONDS):
+                print(f"error: {self._farewell(f'rank {rank} has ended')}", file=sys.stderr, flush=True)
+                os._exit(2)
+
+        threading.Thread(target=give_up, name="giving up", daemon=True).start()
+
+    def _farewell(self, seen: str) -> str:
+        return (
+            f"replica {self._place.replica} has lost one of its ranks (that rank's own output says why) and cannot go "
+            f"on; the other replicas can. This rank saw: {seen}"
+        )
+
+    def _warn(self, text: str) -> None:
+        print(f"replica {self._place.replica}: {text}", file=sys.stderr, flush=True)
+
+    def _renew(self) -> None:
+        """Stay known at the rendezvous, so that others can join the run; it may have been started anew."""
+        while not self._ended.wait(RENEW_BEATS * self._config.noloco.heartbeat_seconds):
+            self._client.renew()
 
     def ask_leaders(self, topic: str, record: Mapping[str, Any]) -> dict[int, Record]:
-        """What the leader of each replica says under `topic`, once all have; this replica's says `record`.
+        """What the leader of each replica that begins the run says under `topic`; this replica's says `record`.
 
         Needs no meeting. Raises RendezvousTimeout, or StartFailed as `join` does.
         """
         if self.leads:
             self._client.announce(topic, self._place.replica, 0, dict(record))
-        found = self._client.wait_for(topic, [(replica, 0) for replica in range(self._grid.replicas)])
+        found = self._client.wait_for(topic, [(replica, 0) for replica in self.members])
         return {replica: record for (replica, _), record in found.items()}
 
     def ask_siblings(self, topic: str, record: Mapping[str, Any]) -> list[Record]:
@@ -208,33 +387,8 @@ class Connection:
         found = self._client.wait_for(topic, [(replica, rank) for rank in ranks])
         return [found[(replica, rank)] for rank in ranks]
 
-    def leave_routes(self) -> None:
-        """From now on identity routes: a routed link of this replica broke.
-
-        Raises LinkBroken where the broken links were the replica's own: then a rank of it is gone, and so is the
-        replica.
-        """
-        if self.circuit is self.local:
-            raise LinkBroken("a link between stages of the same replica broke")
-        self.circuit.links.close()
-        self.circuit = self.local
-
-    def stop_step(self, step: int) -> int:
-        """For `Peers.agree` in inner step `step`: the step to stop at as the replica's leader knows it, else NEVER."""
-        return self._stopping.decide(step) if self.leads else NEVER
-
-    def propose_stop(self, step: int) -> None:
-        """Somebody in this replica was asked to stop; `step` inner steps are done."""
-        if self.leads:
-            self._stopping.propose(step)
-
-    def confirm_stop(self, step: int) -> bool:
-        """For `Peers.agree` at stop step `step`: whether all replicas stop here, as the replica's leader knows."""
-        return not self.leads or self._stopping.confirm(step, CONFIRM_SECONDS)
-
     def close(self) -> None:
-        self.circuit.links.close()
-        self.local.links.close()
+        """Leave the replica's world. Collective over the replica."""
         groups.stop_replica()
         if self._server is not None:
             self._server.close()
@@ -243,18 +397,8 @@ class Connection:
         """The store that one rank of `replica` serves and announces under `topic`."""
         timeout = timedelta(seconds=self._config.noloco.rendezvous_timeout_seconds)
         if serves:
-            # The port is bound here and handed over, on the one address that the others are told.
-            bound = socket.create_server((self._host, 0))
-            port = bound.getsockname()[1]
-            store = dist.TCPStore(
-                self._host,
-                port,
-                is_master=True,
-                wait_for_workers=False,
-                timeout=timeout,
-                master_listen_fd=bound.detach(),
-            )
-            self._client.announce(topic, replica, 0, {"address": [self._host, port]})
+            store, address = serve_store(self._host, timeout)
+            self._client.announce(topic, replica, 0, {"address": list(address)})
             return store
         host, port = self._client.wait_for(topic, [(replica, 0)])[(replica, 0)]["address"]
         return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)

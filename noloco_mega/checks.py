@@ -160,6 +160,27 @@ def _sequence(model: Model, topology: Topology) -> Iterator[str]:
         yield f"model.seq_length = {model.seq_length} is not a multiple of topology.tensor = {topology.tensor}"
 
 
+def _start(topology: Topology) -> Iterator[str]:
+    if topology.start_replicas is not None and topology.start_replicas > topology.replicas:
+        yield (
+            f"topology.start_replicas = {topology.start_replicas} is more than topology.replicas = {topology.replicas}"
+        )
+
+
+def _inner_phase(noloco: Noloco, topology: Topology) -> Iterator[str]:
+    if (noloco.inner_phase == "seconds") != (noloco.inner_phase_seconds is not None):
+        yield (
+            f'noloco.inner_phase = "{noloco.inner_phase}" and noloco.inner_phase_seconds = '
+            f'{noloco.inner_phase_seconds} do not fit: give the seconds with "seconds", and only then'
+        )
+    coupled = noloco.routing == "random" and topology.stages > 1 and topology.replicas > 1
+    if noloco.inner_phase == "seconds" and coupled:
+        yield (
+            'noloco.inner_phase = "seconds" lets replicas take different numbers of inner steps, but random routes '
+            'couple them step by step: set noloco.routing to "fixed", or noloco.inner_phase to "steps"'
+        )
+
+
 def _sites(topology: Topology) -> Iterator[str]:
     if topology.sites is not None:
         listed = sorted(replica for site in topology.sites for replica in site)
@@ -280,6 +301,8 @@ CHECKS: tuple[tuple[tuple[str, ...], Callable[..., Iterator[str]]], ...] = (
     (("model", "topology"), _model),
     (("model", "topology"), _sequence),
     (("topology",), _sites),
+    (("topology",), _start),
+    (("noloco", "topology"), _inner_phase),
     (("deepspeed",), _deepspeed),
     (("noloco", "topology"), _outer),
     (("noloco",), _deadlines),

@@ -52,6 +52,8 @@ class Topology:
     """D: inner data parallelism, an ordinary all-reduce inside each replica."""
     sequence_parallel: bool = False
     """Megatron's sequence parallelism over the tensor axis (needs tensor > 1)."""
+    start_replicas: Positive | None = None
+    """With how many replicas the run begins; the others join when they come. Absent: with all."""
     sites: tuple[tuple[NonNegative, ...], ...] | None = None
     """Groups of replicas that share a fast network, e.g. [[0, 1], [2, 3]]; random routes stay inside a site, pairs are
     drawn over all replicas. Absent: one site of all replicas."""
@@ -174,11 +176,18 @@ class Noloco:
     ordinary pipeline."""
     seed: Seed = 0
     """Seed of routes and pairs."""
+    inner_phase: Literal["steps", "seconds"] = "steps"
+    """What ends an inner phase: "steps" (inner_steps of them) or "seconds" (inner_phase_seconds have passed, or
+    inner_steps were taken), so that slow replicas take fewer inner steps and nobody waits for them; the run's step
+    counts inner_steps per phase either way. Only where replicas are not coupled step by step: with routing "fixed", or
+    one stage."""
+    inner_phase_seconds: PositiveSeconds | None = None
+    """Length of a phase where inner_phase is "seconds"."""
     heartbeat_seconds: PositiveSeconds = 5.0
-    """Interval of signs of life between replicas. Nothing sends them yet: only its order against the next two is
-    checked."""
+    """Interval of signs of life between replicas; one that misses four is taken for dead."""
     exchange_deadline_seconds: PositiveSeconds = 60.0
-    """How long an outer step waits for a partner's data before it goes on without."""
+    """How long an outer step waits for a partner's data before it goes on without. A replica whose outer step others
+    have begun half as long ago ends its inner phase early to join them."""
     link_timeout_seconds: PositiveSeconds = 300.0
     """How long a stage waits for a routed activation before it declares the link broken."""
     rendezvous_timeout_seconds: PositiveSeconds = 600.0

@@ -10,6 +10,10 @@
     missed, missed_reason      partners whose data did not arrive whole
     spread                     ‖c_i − c_j‖ / ‖c_i‖ of the exchange
     unacknowledged             partners whose data arrived but who did not confirm that they have ours
+    routed                     the replicas that the last inner step's microbatches were routed among
+    redone_steps               inner steps since the last row that lost a link and were run again
+    skipped_steps              inner steps since the last row that were left out to meet the others
+    present                    the replicas that are paired at this step, as far as this one knows
     save_seconds               for which training stood still to save checkpoints since the last row
     val_loss                   at evaluations: nats per token on the validation samples, along identity routes
     resumed                    the run went on from here: what this replica has written beyond is void (see read_rows)
@@ -39,7 +43,7 @@ from noloco_mega.pipeline import StepLoss
 COLUMNS = (
     *("step", "replica", "loss", "lr", "grad_norm", "tokens", "tokens_per_second", "outer_step", "partner"),
     *("exchange_seconds", "exchange_bytes", "missed", "missed_reason", "unacknowledged", "spread", "val_loss"),
-    "save_seconds",
+    *("routed", "redone_steps", "skipped_steps", "present", "save_seconds"),
 )
 
 
@@ -47,16 +51,16 @@ class Journal:
     """The record of one rank. Every rank of a replica calls it alike, since its sums are collective over the replica;
     one of them (the last stage's first, which has the loss) writes."""
 
-    def __init__(self, config: Config, place: Place) -> None:
+    def __init__(self, config: Config, place: Place, joins: bool = False) -> None:
         """Raises FileExistsError, before anything is started or written, if the run's folder holds one already which is
-        not to be resumed."""
+        not to be resumed. A replica that `joins` its run under way goes on with what it has written before."""
         grid = config.topology.grid()
         self.folder = config.output
         self.replica_folder = config.replica_folder(place.replica)
         self._config, self._place = config, place
         self._leads = grid.replica_rank(place) == 0
         before = self.replica_folder.exists() and any(self.replica_folder.iterdir())
-        if self._leads and before and config.run.resume == "no":
+        if self._leads and before and config.run.resume == "no" and not joins:
             raise FileExistsError(
                 f"{self.replica_folder} holds an earlier run, which would be overwritten: go on with it "
                 f"(--resume auto), choose another run.name (--set run.name=NAME) or move the folder away"
@@ -72,13 +76,18 @@ class Journal:
         self._since = time.monotonic()
         self._logged_step = 0
         self._save_seconds = 0.0
+        self._redone = 0
+        self._skipped = 0
         self.last: dict[str, float] = {}
         """The last "loss" and "val_loss" of the replica, on all its ranks."""
 
-    def begin(self, start: int, outer_step: int = 0, losses: Sequence[tuple[float, int]] = ()) -> None:
+    def begin(
+        self, start: int, outer_step: int = 0, losses: Sequence[tuple[float, int]] = (), skipped: int = 0
+    ) -> None:
         """Open the files: by now the run has met, so that one which could not start leaves nothing behind.
 
-        It goes on from inner step `start` and outer step `outer_step`; `losses` are those that `pending` gave there.
+        It goes on from inner step `start` and outer step `outer_step`; `losses` are those that `pending` gave there,
+        and `skipped` the inner steps left out so far.
         """
         if self._leads or self._writes:
             self.replica_folder.mkdir(parents=True, exist_ok=True)
@@ -98,7 +107,7 @@ class Journal:
             self._trackers = Trackers(trackers)
             self._probes = Trackers([probes])
         self._losses = [StepLoss(torch.tensor(total, dtype=torch.float64), count) for total, count in losses]
-        self._since, self._logged_step = time.monotonic(), start
+        self._since, self._logged_step, self._skipped = time.monotonic(), start, skipped
 
     def evaluate(self, evaluation: Callable[[], StepLoss], peers: Peers) -> None:
         """Run an evaluation; its loss goes into the row that comes next."""
@@ -119,6 +128,7 @@ class Journal:
         loss: StepLoss | None,
         outer: Hook,
         peers: Peers,
+        routed: Sequence[int],
         *,
         last: bool,
     ) -> None:
@@ -132,7 +142,8 @@ class Journal:
         if not (step % self._config.run.log_every == 0 or exchanged or last or self._val_loss is not None):
             return
         now = time.monotonic()
-        steps, seconds = step - self._logged_step, now - self._since
+        skipped, self._skipped = outer.skipped - self._skipped, outer.skipped
+        steps, seconds = step - self._logged_step - skipped, now - self._since
         sent = outer.last_report.sent_bytes if exchanged and outer.last_report else 0
         total, count, exchange_bytes = peers.total([*_sum_and_count(self._losses), sent])
         self.last["loss"] = total / count
@@ -140,9 +151,15 @@ class Journal:
             "loss": total / count,
             "lr": lr,
             "grad_norm": grad_norm,
-            "tokens": step * self._config.replica_step_tokens,
+            "tokens": self.tokens(step),
             "tokens_per_second": steps * self._config.replica_step_tokens / seconds,
         }
+        if routed:
+            row["routed"] = list(routed)
+        row |= {key: count for key, count in (("redone_steps", self._redone), ("skipped_steps", skipped)) if count}
+        self._redone = 0
+        if exchanged:
+            row["present"] = list(peers.members(outer.outer_step - 1, outer.optimizer.settings))
         if self._save_seconds:
             row["save_seconds"] = self._save_seconds
         if exchanged:
@@ -152,6 +169,14 @@ class Journal:
         self._losses.clear()
         self._save_seconds = 0.0
         self._since, self._logged_step = now, step
+
+    def tokens(self, step: int) -> int:
+        """What this replica has trained on by inner step `step`."""
+        return (step - self._skipped) * self._config.replica_step_tokens
+
+    def redo(self) -> None:
+        """An inner step lost a link, and is run again."""
+        self._redone += 1
 
     def pending(self) -> list[tuple[float, int]]:
         """The losses (total, microbatches) of this rank that no row holds yet."""

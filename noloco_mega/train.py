@@ -38,6 +38,7 @@ from noloco_mega.model.stage import build_stage
 from noloco_mega.outer.hook import attach
 from noloco_mega.pipeline import Pipeline
 from noloco_mega.plan import views
+from noloco_mega.plan.lag import STAY
 
 SAME_REQUEST_SECONDS = 3.0
 
@@ -52,21 +53,22 @@ def train(config: Config, launch: Launch, place: Place) -> None:
 def _train(config: Config, place: Place, run: Connection, stack: contextlib.ExitStack) -> None:
     view_log = views.initial(config.topology.replicas)
     loader = open_loader(config, view_log)
-    journal = Journal(config, place)
+    journal = Journal(config, place, joins=run.under_way())
     run.join()
     keeper = Keeper(config, place, run, loader, journal, view_log)
 
     model = build_stage(config.model, config.topology, run.world, torch.bfloat16 if config.bf16 else torch.float32)
     start.initial_weights(model, run.world, config)
     peers = run.meet(fingerprint(model), loader.digest(), view_log)
+    steering = run.steering
     requests = stack.enter_context(stop_requests())  # until here a signal simply ends the process
     engine = engines.build_engine(model, config, run.world)
     outer = attach(engine, config, peers)  # engine.step now ends with an outer step, every H inner steps
     pipeline = Pipeline(engine.module, config, run.world, loader)
-    evaluate = functools.partial(pipeline.evaluate, run.local)
+    evaluate = functools.partial(pipeline.evaluate, steering.local)
 
     step, last_step = keeper.begin(engine, outer, peers), config.run.steps
-    journal.tell(f"connected, {config.topology.replicas} replicas of {run.world.grid.replica_size} ranks in the run")
+    journal.tell(f"connected, {len(run.members)} replicas of {run.world.grid.replica_size} ranks in the run")
     if not keeper.resumed:
         journal.evaluate(evaluate, peers)
         journal.started()
@@ -75,29 +77,35 @@ def _train(config: Config, place: Place, run: Connection, stack: contextlib.Exit
         lr = engines.set_learning_rate(engine, step)
         engines.begin(engine)
         try:
-            loss, links_good = pipeline.forward_backward(step, run.circuit), True
+            steering.enter(step)
+            routed = steering.routed
+            loss, links_good = pipeline.forward_backward(step, steering.circuit), True
         except LinkBroken as broken:
             loss, links_good = None, False
+            steering.broke()
             journal.warn(f"inner step {step}: {broken}")
-        all_good, nobody_asked, stop_step = peers.agree(links_good, not requests, run.stop_step(step))
-        if not all_good:
+        agreed = steering.agree(step, links_good, bool(requests))
+        if not agreed.links_good:
             # Nobody applies the gradients of a step that one rank could not finish; the replica redoes it along
             # identity routes, which need no other replica.
             engines.drop_gradients(engine)
-            run.leave_routes()
+            journal.redo()
+            steering.leave_circuit()
             continue
+        if agreed.join_outer_step != STAY:
+            step = outer.hurry(agreed.join_outer_step)  # others wait already: this inner step is the phase's last
         # Outer step, every H inner steps: a few replicas swap one tensor and move together, inside this call.
         grad_norm = engines.apply(engine, run.world)
         step += 1
 
-        if not nobody_asked and stop_step == NEVER:
+        if not agreed.nobody_asked and agreed.stop_step == NEVER:
             journal.tell(f"asked to stop, after step {step}; the weights will be saved")
-            run.propose_stop(step)
-        if stop_step <= step and peers.agree(run.confirm_stop(step))[0]:
+            steering.propose_stop(step)
+        if agreed.stop_step <= step and steering.confirm_stop(step):
             last_step = step
         if step == last_step or (config.run.eval_every and step % config.run.eval_every == 0):
             journal.evaluate(evaluate, peers)
-        journal.stepped(step, lr, grad_norm, loss, outer, peers, last=step == last_step)
+        journal.stepped(step, lr, grad_norm, loss, outer, peers, routed, last=step == last_step)
         if step == last_step or keeper.due(step):
             keeper.save(step)
 
@@ -111,6 +119,7 @@ def _train(config: Config, place: Place, run: Connection, stack: contextlib.Exit
     keeper.close()
     journal.close()
     journal.tell(f"done after step {step} of {config.run.steps}, weights in {journal.replica_folder / 'weights'}")
+    steering.close()
     peers.close()
     run.close()
 

@@ -61,7 +61,7 @@ class Keeper:
         self._state = RankState(engine, outer, run.world)
         losses = self._state.restore(start.sources) if start.resumed else []
         resume.begin(start, run, self._folders)
-        journal.begin(start.step, outer.outer_step, losses)
+        journal.begin(start.step, outer.outer_step, losses, outer.skipped)
         if run.leads and self._place.replica == 0:
             for note in start.notes:
                 journal.warn(note)
@@ -79,7 +79,7 @@ class Keeper:
     def save(self, step: int) -> None:
         """Save, if the run saves at all and this step is not saved yet. Collective over the replica."""
         content = self._state.collect(self._journal.pending())
-        facts = {"tokens": step * self._config.replica_step_tokens, "losses": dict(self._journal.last)}
+        facts = {"tokens": self._journal.tokens(step), "losses": dict(self._journal.last)}
         self._journal.saved(self._saver.save(step, content, facts))
 
     def close(self) -> None:

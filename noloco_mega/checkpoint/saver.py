@@ -46,13 +46,13 @@ class Completion:
         self,
         folders: Checkpoints,
         leaders: Leaders,
-        view_log: views.ViewLog,
+        present: views.ViewLog,
         keep: int,
         complete: int,
         warn: Callable[[str], None],
     ) -> None:
         """`complete`: the newest step that is complete already."""
-        self._folders, self._leaders, self._view_log, self._keep, self._warn = folders, leaders, view_log, keep, warn
+        self._folders, self._leaders, self._present, self._keep, self._warn = folders, leaders, present, keep, warn
         self._changed = threading.Condition()
         self._known: dict[int, set[int]] = {}
         self._complete = complete
@@ -75,7 +75,7 @@ class Completion:
         """
 
         def settled() -> bool:
-            missing = {r for r in views.at(self._view_log, step).members if step not in self._known.get(r, ())}
+            missing = {r for r in views.at(self._present, step).members if step not in self._known.get(r, ())}
             return self._complete >= step or missing <= self._leaders.gone
 
         with self._changed:
@@ -96,7 +96,7 @@ class Completion:
     def _advance(self) -> None:
         """Callers hold the lock."""
         common = set.intersection(*self._known.values()) if self._known else set()
-        whole = [step for step in common if self._known.keys() >= set(views.at(self._view_log, step).members)]
+        whole = [step for step in common if self._known.keys() >= set(views.at(self._present, step).members)]
         before = self._complete
         self._complete = max([self._complete, *whole])
         try:
@@ -144,7 +144,7 @@ class Saver:
         self._wait_seconds = min(CLOSE_SECONDS, config.noloco.exchange_deadline_seconds)
         self._leaders = leaders
         keep = config.run.keep_checkpoints
-        self._completion = Completion(folders, leaders, peers.view_log, keep, start, warn)
+        self._completion = Completion(folders, leaders, peers.present, keep, start, warn)
         self._staging: dict[str, Stored] = {}
         self._job: _Job | None = None
         self._last_step = start
@@ -166,7 +166,8 @@ class Saver:
         self._last_step = step
         job = self._job = _Job(step)
         content = self._staged(content)
-        facts = {**self._facts, **facts, "step": step, "view_log": [list(view) for view in self._peers.view_log]}
+        logs = {"view_log": self._peers.view_log, "present": self._peers.present}
+        facts = {**self._facts, **facts, "step": step, **{key: list(map(list, log)) for key, log in logs.items()}}
         job.thread = threading.Thread(target=self._write, args=(job, content, facts), name="checkpoint", daemon=True)
         job.thread.start()
         if not self._settings.save_async:

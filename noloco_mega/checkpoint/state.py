@@ -70,7 +70,7 @@ class RankState:
         numbers = {
             "inner": self._inner_numbers(),
             "engine": {name: getattr(self._engine, name) for name in COUNTERS},
-            "hook": {"step": self._outer.step, "outer_step": self._outer.outer_step, "optimizer": outer_numbers},
+            "hook": {**self._outer.state_dict(), "optimizer": outer_numbers},
             "losses": [list(loss) for loss in losses],
         }
         return RankContent(tensors=stored, layouts=self._layouts, slices=self._named_slices(), numbers=numbers)

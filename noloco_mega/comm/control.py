@@ -46,6 +46,11 @@ class Leaders:
         """Learn where the other replicas' leaders listen."""
         self._leaders = {replica: where for replica, where in leaders.items() if replica != self.replica}
 
+    def learn(self, replica: int, where: Address) -> None:
+        """A replica has come, or has come back, and its leader listens there."""
+        self._leaders = {**self._leaders, replica: where}
+        self.gone.discard(replica)
+
     @property
     def others(self) -> tuple[int, ...]:
         """The other replicas."""
@@ -64,12 +69,19 @@ class Leaders:
 
     def broadcast(self, kind: str, message: Message) -> None:
         """Send a message to all others; returns at once."""
+        for replica in self._leaders:
+            self.tell(replica, kind, message)
+
+    def tell(self, replica: int, kind: str, message: Message) -> None:
+        """Send a message to one other leader; returns at once. Nothing happens where its address is not known."""
+        where = self._leaders.get(replica)
+        if where is None:
+            return
         hello = {"kind": kind, "run": self._run_id, "replica": self.replica, **message}
-        for replica, where in self._leaders.items():
-            # One thread each: a leader that hangs must not delay the message to the next one.
-            thread = threading.Thread(target=self._tell, args=(replica, where, hello), daemon=True)
-            self._under_way.add(thread)
-            thread.start()
+        # One thread each: a leader that hangs must not delay the message to the next one.
+        thread = threading.Thread(target=self._tell, args=(replica, where, hello), daemon=True)
+        self._under_way.add(thread)
+        thread.start()
 
     def flush(self) -> None:
         """Wait until every message has been handed over or given up (TELL_SECONDS at most)."""
@@ -80,10 +92,12 @@ class Leaders:
         try:
             dial(where, self._secret, hello, timeout_seconds=self.TELL_SECONDS).close()
         except ConnectionRefusedError:
-            # Its listener existed when the replicas met: the process is gone, and not to be waited for.
-            self.gone.add(replica)
-            for notify in self.on_gone:
-                notify()
+            # Its listener existed when the replicas met: the process is gone, and not to be waited for. It may have
+            # come back, elsewhere, while we were trying.
+            if self._leaders.get(replica) == where:
+                self.gone.add(replica)
+                for notify in self.on_gone:
+                    notify()
         except OSError:
             pass  # silent for whatever reason: news may be missed
         self._under_way.discard(threading.current_thread())

@@ -71,13 +71,15 @@ def agree(group: dist.ProcessGroup, device: torch.device, *flags: int) -> tuple[
 class Peers:
     """One rank's view of the run around its replica.
 
-    All ranks of a replica must hold the same `view_log` when they take an outer step: the partners follow from it.
+    All ranks of a replica must hold the same `present` when they take an outer step: the partners follow from it.
     """
 
     replica: int
     """This rank's own replica."""
     view_log: list[views.View]
-    """Which replicas are the run, from which inner step on."""
+    """Which replicas the run has, from which inner step on: routes aside, what each one reads follows from it."""
+    present: list[views.View]
+    """Which of them are paired, from which inner step on: those that live, as far as it is known here."""
     addresses: dict[int, Address]
     """Where the rank that holds the same slice of the model listens, in each other replica."""
     exchange: Exchange
@@ -97,8 +99,14 @@ class Peers:
             resource.close()
 
     def members(self, outer_step: int, settings: Noloco) -> tuple[int, ...]:
-        """The replicas of the view that was in force when outer step `outer_step`'s inner phase began."""
-        return views.at(self.view_log, outer_step * settings.inner_steps).members
+        """The replicas present in outer step `outer_step`, counted from the start of its inner phase."""
+        return views.at(self.present, outer_step * settings.inner_steps).members
+
+    def follow(self, members: Sequence[int], from_step: int, addresses: Mapping[int, Address]) -> None:
+        """From inner step `from_step` on these replicas are present; their twins of this rank listen there."""
+        kept = [view for view in self.present if view.from_step < from_step]
+        self.present[:] = [*kept, views.View(from_step, tuple(sorted(members)))]
+        self.addresses.update((replica, where) for replica, where in addresses.items() if replica != self.replica)
 
     def partners(self, outer_step: int, settings: Noloco) -> tuple[int, ...]:
         """Who averages with this replica at an outer step, ascending; nobody while it is outside the view."""

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import secrets
 import threading
 import time
@@ -220,6 +221,22 @@ class RendezvousClient:
                     missing,
                 )
 
+    def look(self, topic: str, keys: Iterable[Place], seconds: float = 0.0) -> dict[Place, Record]:
+        """Which of these records there are: all of them, or after `seconds` those that there are by then.
+
+        Raises RendezvousTimeout if no server answers in the client's time, and StartFailed as `wait_for` does.
+        """
+        wanted, deadline = list(dict.fromkeys(keys)), time.monotonic() + self._timeout_seconds
+        return self._retry(lambda: self._ask(topic, wanted, deadline, seconds), deadline, self._timeout_seconds, wanted)
+
+    def renew(self) -> bool:
+        """Announce everything again to a server that has been restarted; whether the server knows it now."""
+        try:
+            self._keep_lease(time.monotonic() + TELL_SECONDS)
+        except (OSError, ValueError):
+            return False
+        return True
+
     def close(self) -> None:
         """End the lease: what this client announced is forgotten. It may announce again afterwards."""
         self._announced, self._failed = {}, {}
@@ -259,14 +276,19 @@ class RendezvousClient:
             self._drop_lease()
             raise
 
-    def _ask(self, topic: str, wanted: Sequence[Place], deadline: float) -> dict[Place, Record]:
-        """One question that a server has answered; it also knows our announcements then, if it was restarted."""
+    def _ask(
+        self, topic: str, wanted: Sequence[Place], deadline: float, most_seconds: float = math.inf
+    ) -> dict[Place, Record]:
+        """One question that a server has answered, by the deadline or within `most_seconds`.
+
+        It also knows our announcements then, if it was restarted.
+        """
         if self._announced or self._failed:
             self._keep_lease(deadline)
         channel = self._dial(deadline)
         try:
             now = time.monotonic()
-            seconds = max(0.0, deadline - now)
+            seconds = max(0.0, min(deadline - now, most_seconds))
             channel.expire_in(min(seconds + 2, POLL_SECONDS + ANSWER_SECONDS))
             find = [(topic, *place) for place in wanted]
             channel.send({"find": find, "seconds": seconds, "age": now - self._born})

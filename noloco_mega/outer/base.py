@@ -41,6 +41,8 @@ class OuterOptimizer(Protocol):
     """Moves the masters between inner phases. Between `launch` and `apply` nobody else may touch the masters."""
 
     settings: Noloco
+    catches_up: bool
+    """Whether a replica that is slower than the others may skip inner steps in order to meet them."""
 
     def __init__(self, masters: Masters, settings: Noloco, peers: Peers) -> None: ...
 

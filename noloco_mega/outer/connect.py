@@ -64,4 +64,7 @@ def connect(
     )
     world = dist.group.WORLD
     assert world is not None
-    return Peers(launch.replica, views.initial(replicas), addresses, exchange, world, engine.device, (listener, client))
+    everybody = views.initial(replicas)
+    return Peers(
+        launch.replica, everybody, [*everybody], addresses, exchange, world, engine.device, (listener, client)
+    )  # fmt: skip

@@ -42,7 +42,9 @@ class Hook:
         self.step = 0
         """Inner steps taken: one that DeepSpeed skipped for an overflow counts, an accumulating microbatch doesn't."""
         self.outer_step = 0
-        """Outer steps taken."""
+        """Outer steps of the run that are behind this replica."""
+        self.skipped = 0
+        """Inner steps that the run counts and this replica did not take, to catch up with others."""
         self.last_report: OuterReport | None = None
         """What the last outer step did."""
         self.last_probe: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -55,12 +57,30 @@ class Hook:
 
     def state_dict(self) -> dict[str, Any]:
         """Counters and this rank's part of the optimizer's state; the masters themselves are not in it."""
-        return {"step": self.step, "outer_step": self.outer_step, "optimizer": self.optimizer.state_dict()}
+        return {
+            "step": self.step,
+            "outer_step": self.outer_step,
+            "skipped": self.skipped,
+            "optimizer": self.optimizer.state_dict(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a `state_dict`. Raises ValueError if it belongs to another layout."""
         self.optimizer.load_state_dict(state["optimizer"])
         self.step, self.outer_step = state["step"], state["outer_step"]
+        self.skipped = state.get("skipped", 0)
+
+    def hurry(self, outer_step: int) -> int:
+        """Let the next inner step be the last one before outer step `outer_step`; returns the step to go on from.
+
+        The run's counters stay what they are for everybody: learning rate and place in the data follow from the step.
+        """
+        last = (outer_step + 1) * self.optimizer.settings.inner_steps - 1
+        if last > self.step:
+            self.skipped += last - self.step
+            self.step = last
+        self.outer_step = max(self.outer_step, outer_step)
+        return self.step
 
     def detach(self) -> None:
         """Give the engine its own step back."""

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 class Local(OuterOptimizer):
     """The baseline without an outer step: no bytes, and no change of any weight."""
 
+    catches_up = False  # there is nobody to meet
+
     def __init__(self, masters: Masters, settings: Noloco, peers: Peers) -> None:
         self.settings = settings
         self._outer_step: int | None = None

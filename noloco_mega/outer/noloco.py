@@ -86,6 +86,8 @@ class NoLoCo(OuterOptimizer):
     heavy-ball momentum.
     """
 
+    catches_up = True
+
     def __init__(self, masters: Masters, settings: Noloco, peers: Peers) -> None:
         self.settings = settings
         self.phi = [theta.detach().clone() for theta in masters.tensors]

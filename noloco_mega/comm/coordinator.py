@@ -1,0 +1,395 @@
+"""Who takes part, and on which circuit? What the leaders of a run agree on while it goes on.
+
+Every leader tells all others where it stands (comm/roster.py). What follows for all is said by the lowest replica that
+lives and trains, whoever that is at the moment, and nobody needs it in order to go on:
+
+    present     who is paired, from an outer step on. Whoever has not heard of it in time misses a partner once.
+    circuit     a new random circuit of a site: the lowest member proposes it, all members form its links beside
+                training and say so, and once all have, it is entered two outer steps later. Whoever can't is left out
+                and stays on its own pipeline.
+    dissolved   a circuit is over: somebody saw a link of it fail, or a member die. Everybody goes on from its own first
+                unapplied step along its own pipeline.
+
+All decisions are made by one thread, `run`, so that messages of any order find it in one state at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from noloco_mega.comm.circuits import LOCAL, Circuits
+from noloco_mega.comm.control import Leaders
+from noloco_mega.comm.orders import Orders
+from noloco_mega.comm.roster import Roster, Standing
+from noloco_mega.comm.siblings import Siblings
+from noloco_mega.comm.stores import serve_store
+from noloco_mega.comm.wire import Message
+
+OUTER_STEPS_AHEAD = 2
+"""From the phase that is under way to the one in which a new circuit is entered."""
+UNKNOWN = -1
+"""The announcement that a replica follows which can't know the last one."""
+SPARED_BEATS = 4
+"""Heartbeats for which a replica that could not form a circuit is left out of the next ones."""
+
+
+@dataclass
+class _Proposal:
+    """A circuit that this leader has proposed."""
+
+    number: int
+    members: tuple[int, ...]
+    deadline: float
+    stores: list[dist.Store]
+    formed: set[int] = field(default_factory=set)
+    committed: bool = False
+
+
+@dataclass
+class _Forming:
+    """A circuit that the ranks of this replica are connecting to."""
+
+    proposer: int
+    ranks: set[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What of the run's configuration decides here."""
+
+    replica: int
+    replicas: int
+    site: tuple[int, ...]
+    routes: bool
+    """Whether microbatches are routed between replicas at all."""
+    columns: int
+    """D·T: each column of ranks has links, and a store to form them, of its own."""
+    ranks: int
+    inner_steps: int
+    steps: int
+    heartbeat_seconds: float
+    form_seconds: float
+    """How long a circuit may take to form."""
+    host: str
+
+
+class Coordinator:
+    """The control thread of one leader."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        leaders: Leaders,
+        roster: Roster,
+        siblings: Siblings,
+        circuits: Circuits,
+        orders: Orders,
+        form: Callable[[Message], None],
+        warn: Callable[[str], None],
+    ) -> None:
+        """`form` forms a proposed circuit on this rank (on the others siblings carry the message)."""
+        self._plan, self._leaders, self._roster, self._siblings = plan, leaders, roster, siblings
+        self._circuits, self._orders, self._form, self._warn = circuits, orders, form, warn
+        self._events: queue.SimpleQueue[tuple[Callable[..., None], tuple[Any, ...]]] = queue.SimpleQueue()
+        self._present: tuple[int, ...] = ()
+        self._members: dict[int, tuple[int, ...]] = {}
+        self._committed: set[int] = set()
+        self._dissolved: set[int] = set()
+        self._forming: dict[int, _Forming] = {}
+        self._proposal: _Proposal | None = None
+        self._spared: dict[int, float] = {}
+        self._mourned: set[int] = set()
+        self._next_beat = 0.0
+        self._reminded = 0.0
+        self._ticked = time.monotonic()
+        self._closed = threading.Event()
+        for kind, handler in (("alive", self._alive), ("present", self._told_present), ("circuit", self._circuit)):
+            leaders.subscribe(kind, functools.partial(self._post, handler))
+        leaders.on_gone.append(lambda: self._post(self._refused))
+        self._thread = threading.Thread(target=self._run, name="control", daemon=True)
+
+    def start(self, present: Sequence[int], number: int, circuit: int, members: Sequence[int]) -> None:
+        """Begin with these replicas present (announcement `number`) and on this circuit."""
+        self._present = tuple(present)
+        self._members[circuit] = tuple(members)
+        self._committed.add(circuit)
+        self._roster.say(present=number, circuit=circuit, highest_circuit=circuit)
+        self._thread.start()
+
+    def report(self, **standing: Any) -> None:
+        """The training loop: this replica has come so far. Others learn of it at once if an outer step has begun."""
+        urgent = any(getattr(self._roster.own, key) != value for key, value in standing.items() if key != "step")
+        self._roster.say(**standing)
+        if urgent:
+            self._post(self._beat)
+
+    def broken(self, number: int) -> None:
+        """A rank of this replica saw a link of this circuit fail."""
+        self._post(self._dissolve, number, True)
+
+    def heard(self, rank: int, message: Message) -> None:
+        """A message of a sibling's."""
+        self._post(self._sibling, rank, message)
+
+    def formed(self, number: int, rank: int, problem: str | None) -> None:
+        """A rank of this replica has formed a circuit, or could not."""
+        self._post(self._rank_formed, number, rank, problem)
+
+    def close(self) -> None:
+        """Tell the others that this replica leaves, and end."""
+        self._roster.say(leaving=True)
+        self._post(self._beat)
+        self._closed.set()
+        self._post(lambda: None)
+        if self._thread.is_alive():
+            self._thread.join()
+        self._leaders.flush()
+
+    def _post(self, handler: Callable[..., None], *arguments: Any) -> None:
+        self._events.put((handler, arguments))
+
+    def _run(self) -> None:
+        while True:
+            wait = max(0.01, min(self._next_beat - time.monotonic(), 0.5 * self._plan.heartbeat_seconds))
+            with contextlib.suppress(queue.Empty):
+                while True:  # all that has come, before anything is concluded from silence
+                    handler, arguments = self._events.get(timeout=wait)
+                    # What a leader of another version says must not end the control thread.
+                    with contextlib.suppress(KeyError, TypeError, ValueError):
+                        handler(*arguments)
+                    wait = 0.0
+            if self._closed.is_set():
+                return
+            self._tick()
+
+    def _tick(self) -> None:
+        now = time.monotonic()
+        paused, self._ticked = now - self._ticked, now
+        if paused > 0.5 * self._roster.dead_after_seconds:
+            self._back(paused)
+        well = not self._siblings.silent(self._roster.dead_after_seconds)
+        if well != self._roster.own.well:
+            self.report(well=well)
+        if now >= self._next_beat:
+            self._beat()
+        self._mourn()
+        self._watch()
+        self._announce()
+        self._propose(now)
+
+    # Heartbeats
+
+    def _beat(self) -> None:
+        self._next_beat = time.monotonic() + self._plan.heartbeat_seconds
+        self._leaders.broadcast("alive", self._roster.say().message())
+
+    def _alive(self, sender: int, message: Message) -> None:
+        standing = Standing.of(message)
+        if sender == self._plan.replica or not 0 <= sender < self._plan.replicas:
+            raise ValueError(f"a heartbeat of replica {sender}")
+        if len(standing.ranks) != self._plan.ranks:
+            raise ValueError(f"replica {sender} names {len(standing.ranks)} ranks")
+        if self._roster.hear(sender, standing):
+            self._leaders.learn(sender, standing.ranks[0])
+            self._mourned.discard(sender)
+            self._beat()  # a newcomer knows nobody until somebody speaks to it
+
+    def _refused(self) -> None:
+        for replica in self._leaders.gone:
+            self._roster.refused(replica)
+
+    def _back(self, seconds: float) -> None:
+        """This process did not run for a while: what it heard last is old, and others may have gone on without it."""
+        self._roster.forgive()
+        self._siblings.forgive()
+        if seconds > self._roster.dead_after_seconds:
+            self._warn(f"this replica did not run for {seconds:.1f} s; the others may have gone on without it")
+            self._follow(UNKNOWN, self._roster.own.launched + 1, (self._plan.replica,), {})
+        self._beat()
+
+    def _mourn(self) -> None:
+        dead = self._roster.dead()
+        for replica in self._mourned - dead.keys():
+            self._mourned.discard(replica)
+        for replica in dead.keys() - self._mourned:
+            self._mourned.add(replica)
+            standing = self._roster.standing(replica)
+            if standing is None or not standing.leaving:
+                self._warn(f"goes on without replica {replica}: {dead[replica]}")
+        for number, members in list(self._members.items()):
+            if number != LOCAL and dead.keys() & set(members) and not self._over(dead, members):
+                self._dissolve(number, True)
+
+    def _over(self, dead: dict[int, str], members: tuple[int, ...]) -> bool:
+        """Whether the only members missing are those that have ended as they should: after the run's last step."""
+        standings = [self._roster.standing(replica) for replica in members if replica in dead]
+        return all(standing is not None and standing.leaving for standing in standings)
+
+    # Who is present
+
+    def _announce(self) -> None:
+        """The lowest able replica says who is present, and says it again to those that do not follow."""
+        able = self._roster.able()
+        if not able or able[0] != self._plan.replica:
+            return
+        standings = {r: standing for r in able if (standing := self._roster.standing(r)) is not None}
+        number = self._roster.own.present
+        changed = set(able) != set(self._present)
+        if changed:
+            number = 1 + max(standing.present for standing in standings.values())
+        behind = [r for r, standing in standings.items() if standing.present < number and r != self._plan.replica]
+        now = time.monotonic()
+        if not changed and (not behind or now < self._reminded + self._plan.heartbeat_seconds):
+            return
+        self._reminded = now
+        first = self._roster.own.launched + 2  # the phase that is under way was planned without the change
+        ranks = {str(r): [list(where) for where in standing.ranks] for r, standing in standings.items()}
+        message = {"number": number, "from": first, "members": list(able), "ranks": ranks}
+        for replica in behind:
+            self._leaders.tell(replica, "present", message)
+        if changed:
+            self._follow(number, first, able, ranks)
+
+    def _told_present(self, sender: int, message: Message) -> None:
+        number, first = int(message["number"]), int(message["from"])
+        members = tuple(int(replica) for replica in message["members"])
+        # One that leaves this replica out comes from somebody who has lost sight of it, and may have lost more.
+        if number > self._roster.own.present and self._plan.replica in members:
+            self._follow(number, first, members, dict(message["ranks"]))
+
+    def _follow(self, number: int, first: int, members: tuple[int, ...], ranks: dict[str, Any]) -> None:
+        self._present = members
+        self._roster.say(present=number)
+        self._orders.give({"present": list(members), "from": first, "ranks": ranks})
+
+    # Circuits
+
+    def _watch(self) -> None:
+        """A circuit that others are on, and this member has not been told to enter, has to end: they would wait."""
+        for replica in self._roster.able():
+            standing = self._roster.standing(replica)
+            number = LOCAL if standing is None else standing.circuit
+            if self._plan.replica in self._members.get(number, ()) and number not in self._committed:
+                self._dissolve(number, True)
+
+    def _dissolve(self, number: int, tell: bool) -> None:
+        if number == LOCAL or number in self._dissolved:
+            return
+        self._dissolved.add(number)
+        self._members.pop(number, None)
+        self._circuits.break_off(number)
+        self._siblings.tell({"break": number})
+        if self._proposal is not None and self._proposal.number == number:
+            self._proposal = None
+        if tell:
+            self._leaders.broadcast("circuit", {"dissolved": number})
+
+    def _propose(self, now: float) -> None:
+        plan, proposal = self._plan, self._proposal
+        if proposal is not None and not proposal.committed:
+            if now < proposal.deadline:
+                return
+            late = set(proposal.members) - proposal.formed
+            self._spared |= dict.fromkeys(late, now + SPARED_BEATS * plan.heartbeat_seconds)
+            self._dissolve(proposal.number, True)
+        members = self._wanted(now)
+        if members is None or self._first_outer_step(members) * plan.inner_steps >= plan.steps:
+            return
+        standings = [standing for r in members if (standing := self._roster.standing(r)) is not None]
+        highest = max(max(s.circuit, s.highest_circuit) for s in standings)
+        # Never the number of another proposer's, whoever that may be.
+        number = (highest // plan.replicas + 1) * plan.replicas + plan.replica
+        stores = [serve_store(plan.host, timedelta(seconds=plan.form_seconds)) for _ in range(plan.columns)]
+        self._proposal = _Proposal(number, members, now + plan.form_seconds, [store for store, _ in stores])
+        message = {"propose": number, "members": list(members), "stores": [list(where) for _, where in stores]}
+        for member in members:
+            self._tell(member, message)
+
+    def _wanted(self, now: float) -> tuple[int, ...] | None:
+        """The members of the circuit that there should be and is not, if this replica is the one to propose it."""
+        self._spared = {replica: until for replica, until in self._spared.items() if until > now}
+        members = tuple(r for r in self._roster.able() if r in self._plan.site and r not in self._spared)
+        if not self._plan.routes or len(members) < 2 or members[0] != self._plan.replica:
+            return None
+        numbers = {standing.circuit for r in members if (standing := self._roster.standing(r)) is not None}
+        settled = len(numbers) == 1 and self._members.get(*numbers) == members
+        coming = self._proposal is not None and self._proposal.members == members
+        return None if settled or coming else members
+
+    def _first_outer_step(self, members: Sequence[int]) -> int:
+        """The phase in which a circuit of these, agreed now, begins."""
+        begun = [standing.launched for r in members if (standing := self._roster.standing(r)) is not None]
+        return max(begun) + 1 + OUTER_STEPS_AHEAD
+
+    def _tell(self, replica: int, message: Message) -> None:
+        if replica == self._plan.replica:
+            self._circuit(replica, message)
+        else:
+            self._leaders.tell(replica, "circuit", message)
+
+    def _circuit(self, sender: int, message: Message) -> None:
+        if "propose" in message:
+            self._proposed(sender, message)
+        elif "formed" in message:
+            self._member_formed(sender, int(message["formed"]), message.get("problem"))
+        elif "commit" in message:
+            self._commit(int(message["commit"]), int(message["from_step"]))
+        elif "dissolved" in message:
+            self._dissolve(int(message["dissolved"]), False)
+
+    def _proposed(self, sender: int, message: Message) -> None:
+        number, members = int(message["propose"]), tuple(sorted(int(replica) for replica in message["members"]))
+        if self._plan.replica not in members or len(message["stores"]) != self._plan.columns:
+            raise ValueError("a proposal that is not for this replica")
+        if number in self._dissolved or number <= self._roster.own.highest_circuit:
+            return
+        self._members[number] = members
+        self._roster.say(highest_circuit=number)
+        self._forming[number] = _Forming(sender, set(range(self._plan.ranks)))
+        order = {"form": number, "members": list(members), "stores": message["stores"]}
+        self._siblings.tell(order)
+        self._form(order)
+
+    def _sibling(self, rank: int, message: Message) -> None:
+        if "formed" in message:
+            self._rank_formed(int(message["formed"]), rank, message.get("problem"))
+        elif "broken" in message:
+            self._dissolve(int(message["broken"]), True)
+
+    def _rank_formed(self, number: int, rank: int, problem: str | None) -> None:
+        forming = self._forming.get(number)
+        if forming is None:
+            return
+        forming.ranks.discard(rank)
+        if problem is not None or not forming.ranks:
+            del self._forming[number]
+            self._tell(forming.proposer, {"formed": number, "problem": problem})
+
+    def _member_formed(self, member: int, number: int, problem: str | None) -> None:
+        proposal = self._proposal
+        if proposal is None or proposal.number != number or proposal.committed:
+            return
+        if problem is not None:
+            proposal.deadline = 0.0  # no use in waiting for the others
+            return
+        proposal.formed.add(member)
+        if proposal.formed == set(proposal.members):
+            proposal.committed = True
+            from_step = self._first_outer_step(proposal.members) * self._plan.inner_steps
+            for member in proposal.members:
+                self._tell(member, {"commit": number, "from_step": from_step})
+
+    def _commit(self, number: int, from_step: int) -> None:
+        if number in self._members and number not in self._dissolved:
+            self._committed.add(number)
+            self._orders.give({"circuit": number, "from_step": from_step})

@@ -1,0 +1,157 @@
+"""Which replicas live, where are they, and how far? What the leaders' heartbeats say, as one leader knows it.
+
+A replica is dead once nothing has been heard of it for DEAD_BEATS heartbeats, or its host refuses connections. A late
+activation or a missed exchange never makes it so.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from noloco_mega.comm.wire import Address, Message
+
+NUMBERS = ("incarnation", "beat", "step", "launched", "circuit", "highest_circuit", "present")
+FLAGS = ("ready", "well", "leaving")
+DEAD_BEATS = 4
+"""Heartbeats that may be missing before a replica is taken for dead."""
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What a replica's leader says of it with every heartbeat."""
+
+    incarnation: int
+    """When the leader's process started (nanoseconds): tells a restarted replica from the one before."""
+    beat: int
+    """Counts heartbeats, so that one that was overtaken is dropped."""
+    ranks: tuple[Address, ...]
+    """Where its ranks listen, in the order of their rank in the replica."""
+    step: int = 0
+    """Inner steps of the run that it has reached."""
+    launched: int = -1
+    """The last outer step that it has begun, -1 for none."""
+    ready: bool = False
+    """It trains: its state is the run's."""
+    well: bool = True
+    """All its ranks run."""
+    leaving: bool = False
+    """It ends as it should, and is not to be waited for."""
+    circuit: int = 0
+    """The number of the circuit that it routes on."""
+    highest_circuit: int = 0
+    """The highest number of a circuit that it has heard of."""
+    present: int = 0
+    """The number of the last announcement of who is present that it follows."""
+
+    def message(self) -> Message:
+        return {"standing": asdict(self)}
+
+    @classmethod
+    def of(cls, message: Mapping[str, Any]) -> Standing:
+        """Raises ValueError for what is no standing."""
+        fields = message.get("standing")
+        if not isinstance(fields, dict):
+            raise ValueError("no standing in the message")
+        try:
+            ranks = tuple((str(host), int(port)) for host, port in fields["ranks"])
+            numbers: Any = {name: int(fields[name]) for name in NUMBERS}
+            flags: Any = {name: bool(fields[name]) for name in FLAGS}
+            return cls(ranks=ranks, **numbers, **flags)
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise ValueError(f"a malformed standing: {error!r}") from error
+
+
+@dataclass(frozen=True)
+class _Known:
+    standing: Standing
+    heard: float
+
+
+class Roster:
+    """What one leader knows of the others. All methods are safe to call from any thread."""
+
+    def __init__(self, replica: int, own: Standing, heartbeat_seconds: float) -> None:
+        self.replica = replica
+        self.dead_after_seconds = DEAD_BEATS * heartbeat_seconds
+        self._own = own
+        self._lock = threading.Lock()
+        self._known: dict[int, _Known] = {}
+        self._refused: set[int] = set()
+
+    @property
+    def own(self) -> Standing:
+        return self._own
+
+    def say(self, **changes: Any) -> Standing:
+        """Change what this replica says of itself; every call is a new beat."""
+        with self._lock:
+            self._own = replace(self._own, beat=self._own.beat + 1, **changes)
+            return self._own
+
+    def hear(self, replica: int, standing: Standing) -> bool:
+        """Take a heartbeat; whether it is from a process that was not known before."""
+        gone = replica in self.dead()
+        with self._lock:
+            known = self._known.get(replica)
+            if known is not None:
+                before = known.standing
+                same = standing.incarnation == before.incarnation
+                if standing.beat <= before.beat if same else standing.incarnation < before.incarnation and not gone:
+                    return False
+            self._known[replica] = _Known(standing, time.monotonic())
+            self._refused.discard(replica)
+            return known is None or known.standing.incarnation != standing.incarnation
+
+    def refused(self, replica: int) -> None:
+        """The leader's host refuses connections: its process is gone."""
+        with self._lock:
+            self._refused.add(replica)
+
+    def forgive(self) -> None:
+        """Count every silence from now on: this process itself did not run for a while."""
+        now = time.monotonic()
+        with self._lock:
+            self._known = {replica: _Known(known.standing, now) for replica, known in self._known.items()}
+
+    def standing(self, replica: int) -> Standing | None:
+        """The last that was heard of a replica; this one's own."""
+        if replica == self.replica:
+            return self._own
+        with self._lock:
+            known = self._known.get(replica)
+        return None if known is None else known.standing
+
+    def dead(self) -> dict[int, str]:
+        """The replicas that were known and are not to be counted on, each with the reason."""
+        now, found = time.monotonic(), {}
+        with self._lock:
+            for replica, known in self._known.items():
+                silent = now - known.heard
+                if known.standing.leaving:
+                    found[replica] = "it has left the run"
+                elif replica in self._refused:
+                    found[replica] = "its process has ended"
+                elif silent > self.dead_after_seconds:
+                    found[replica] = f"nothing was heard of it for {silent:.1f} s"
+                elif not known.standing.well:
+                    found[replica] = "one of its ranks is silent"
+        return found
+
+    def able(self) -> tuple[int, ...]:
+        """The replicas that live, train and are whole, this one included if it is; ascending."""
+        dead = self.dead()
+        with self._lock:
+            others = [r for r, known in self._known.items() if r not in dead and known.standing.ready]
+            own = [self.replica] if self._own.ready and self._own.well and not self._own.leaving else []
+        return tuple(sorted([*others, *own]))
+
+    def furthest(self, among: Sequence[int]) -> int:
+        """The highest outer step that one of these others, as far as it lives, has begun; -1 for none."""
+        dead = self.dead()
+        with self._lock:
+            begun = [k.standing.launched for r, k in self._known.items() if r in among and r not in dead]
+        return max(begun, default=-1)

@@ -1,0 +1,182 @@
+"""What do the ranks of one replica do about the other replicas, between two inner steps?
+
+After the forward and backward passes of a step all ranks of a replica agree (one reduction): were all links good, has
+somebody asked to stop, which orders has the leader given, does this phase have to end early. So whatever the leader
+learned, at any time, takes effect between the same two steps on all of them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from noloco_mega.comm.circuits import Circuits
+from noloco_mega.comm.control import NEVER, StopAgreement
+from noloco_mega.comm.coordinator import Coordinator
+from noloco_mega.comm.membership import Peers
+from noloco_mega.comm.orders import Orders
+from noloco_mega.comm.roster import Roster
+from noloco_mega.comm.routed_p2p import Circuit
+from noloco_mega.comm.siblings import Siblings
+from noloco_mega.comm.wire import Message
+from noloco_mega.plan import lag
+from noloco_mega.plan.lag import STAY
+
+if TYPE_CHECKING:
+    from noloco_mega.config import Noloco
+
+CONFIRM_SECONDS = 15.0
+"""How long a stopping replica waits for silent ones: launchers kill what has not ended 30 s after their own SIGTERM."""
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """What the ranks of a replica agreed on after the passes of an inner step; equal on all of them."""
+
+    links_good: bool
+    """Nobody lost a link: the gradients are whole."""
+    nobody_asked: bool
+    """Nobody was asked to stop."""
+    stop_step: int
+    """The step that the run stops at, NEVER if none is known."""
+    join_outer_step: int
+    """The outer step that this inner step is to be the last one before, or STAY."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lead:
+    """What only the leader of a replica has."""
+
+    coordinator: Coordinator
+    roster: Roster
+    stopping: StopAgreement
+
+
+class Steering:
+    """One rank's part. All ranks of a replica call `agree` after every step, and everything else alike."""
+
+    def __init__(
+        self,
+        settings: Noloco,
+        peers: Peers,
+        circuits: Circuits,
+        siblings: Siblings,
+        orders: Orders,
+        lead: Lead | None,
+        rank: int,
+        catches_up: bool,
+    ) -> None:
+        """`lead` is the leader's; `catches_up`: whether this replica may skip inner steps to meet its partners."""
+        self._settings, self._peers, self._circuits = settings, peers, circuits
+        self._siblings, self._orders, self._lead, self._rank = siblings, orders, lead, rank
+        self._catches_up = catches_up
+        self._phase: tuple[int, float] = (-1, 0.0)
+        self._overtaken: tuple[int, float] = (-1, 0.0)
+        self.on_order: dict[str, Callable[[Message], None]] = {"present": self._follow, "circuit": self._schedule}
+        """What to do about an order, by the key that tells its kind."""
+
+    @property
+    def circuit(self) -> Circuit:
+        """What microbatches take."""
+        return self._circuits.current
+
+    @property
+    def routed(self) -> tuple[int, ...]:
+        """The replicas that microbatches are routed among; none on the own pipeline."""
+        return self._circuits.members
+
+    @property
+    def local(self) -> Circuit:
+        """The ordinary pipeline of this replica."""
+        return self._circuits.local
+
+    def enter(self, step: int) -> None:
+        """At the start of inner step `step`: change over to a circuit that was agreed on for it. Raises LinkBroken."""
+        phase = step // self._settings.inner_steps
+        if phase != self._phase[0]:
+            self._phase = (phase, time.monotonic())
+            self._circuits.tidy()
+        self._circuits.enter(step)
+        if self._lead is not None:
+            self._lead.coordinator.report(step=step, circuit=self._circuits.number)
+
+    def broke(self) -> None:
+        """A link of this rank's broke: nobody else shall wait for it."""
+        if self._lead is not None:
+            self._lead.coordinator.broken(self._circuits.number)
+        else:
+            self._siblings.tell({"broken": self._circuits.number})
+
+    def leave_circuit(self) -> None:
+        """From now on the own pipeline, until another circuit is agreed on.
+
+        Raises LinkBroken where that is what broke: then a rank of the replica is gone, and so is the replica.
+        """
+        number = self._circuits.leave()
+        if self._lead is not None:
+            self._lead.coordinator.broken(number)
+
+    def agree(self, step: int, links_good: bool, asked: bool) -> Agreed:
+        """After the passes of inner step `step`. Collective over the replica."""
+        lead = self._lead
+        stop_step = orders = join = NEVER
+        if lead is not None:
+            stop_step, orders, join = lead.stopping.decide(step), self._orders.count, self._to_join(step)
+        good, nobody_asked, stop_step, orders, join = self._peers.agree(links_good, not asked, stop_step, orders, join)
+        for order in self._orders.take(orders):
+            for kind in order.keys() & self.on_order.keys():
+                self.on_order[kind](order)
+        if not good:
+            join = STAY
+        if lead is not None and good:
+            last = join != STAY or (step + 1) % self._settings.inner_steps == 0
+            if last:
+                lead.coordinator.report(launched=max(join, step // self._settings.inner_steps))
+        return Agreed(bool(good), bool(nobody_asked), stop_step, join)
+
+    def propose_stop(self, step: int) -> None:
+        """Somebody in this replica was asked to stop; `step` inner steps are done."""
+        if self._lead is not None:
+            self._lead.stopping.propose(step)
+
+    def confirm_stop(self, step: int) -> bool:
+        """At stop step `step`: whether all replicas stop here. Collective over the replica."""
+        lead = self._lead
+        return bool(self._peers.agree(lead is None or lead.stopping.confirm(step, CONFIRM_SECONDS))[0])
+
+    def close(self) -> None:
+        """Tell everybody that this rank ends as it should."""
+        if self._lead is not None:
+            self._lead.coordinator.close()
+        self._siblings.leave()
+        self._circuits.close()
+
+    def _to_join(self, step: int) -> int:
+        """On the leader: the outer step to end this phase for after inner step `step`, or STAY."""
+        assert self._lead is not None
+        settings, phase, now = self._settings, step // self._settings.inner_steps, time.monotonic()
+        if not self._catches_up or self._circuits.number or (step + 1) % settings.inner_steps == 0:
+            return STAY
+        if settings.inner_phase_seconds is not None and now - self._phase[1] >= settings.inner_phase_seconds:
+            return phase
+        members = self._peers.members(phase, settings)
+        furthest = max(self._lead.roster.furthest(members), self._peers.exchange.latest_outer_step)
+        due = self._circuits.due
+        if due is not None:  # a circuit has to be entered at its very step
+            furthest = min(furthest, due // settings.inner_steps - 1)
+        if furthest < phase:
+            return STAY
+        if self._overtaken[0] != phase:
+            self._overtaken = (phase, now)
+        patience = 0.5 * settings.exchange_deadline_seconds
+        return lag.outer_step_to_join(phase, furthest, now - self._overtaken[1], patience)
+
+    def _follow(self, order: Message) -> None:
+        twins = {int(replica): ranks[self._rank] for replica, ranks in order["ranks"].items()}
+        addresses = {replica: (str(host), int(port)) for replica, (host, port) in twins.items()}
+        self._peers.follow(order["present"], order["from"] * self._settings.inner_steps, addresses)
+
+    def _schedule(self, order: Message) -> None:
+        self._circuits.schedule(order["circuit"], order["from_step"])
