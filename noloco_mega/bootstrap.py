@@ -254,7 +254,7 @@ class Connection:
         refuse_differences(place.replica, record, {replica: records[(replica, self._rank)] for replica, _ in twins})
         self._met = True
         addresses = addresses_of(place.replica, {replica: self._started[(replica, rank)] for replica, rank in twins})
-        exchange = Exchange(
+        self._exchange = Exchange(
             replica=place.replica,
             rank=self._rank,
             listener=self._listener,
@@ -265,12 +265,12 @@ class Connection:
         peers = Peers(
             place.replica,
             view_log,
-            [View(0, self.members)],
             addresses,
-            exchange,
+            self._exchange,
             self.world.replica,
             self.world.device.device,
             (self._listener, self._client),
+            [View(0, self.members)],
         )
         self._steer(peers, addresses)
         if self.leads:
@@ -305,7 +305,15 @@ class Connection:
                 host=self._host,
             )
             coordinator = Coordinator(
-                plan, self.leaders, roster, self._siblings, self._circuits, orders, self._form, self._warn
+                plan,
+                self.leaders,
+                roster,
+                self._siblings,
+                self._circuits,
+                orders,
+                self._form,
+                peers.exchange.give_up,
+                self._warn,
             )
             self._coordinator = coordinator
             coordinator.start(self.members, 0, self._first_circuit, self._site_members)
@@ -321,11 +329,13 @@ class Connection:
         return Standing(incarnation=incarnation, beat=0, ranks=where, ready=ready, circuit=self._first_circuit)
 
     def _heard(self, rank: int, message: Message) -> None:
-        """A sibling's message; from the leader it is about circuits."""
+        """A sibling's message; from the leader it is about circuits, and about replicas that died."""
         if "form" in message:
             self._form(message)
         elif "break" in message:
             self._circuits.break_off(message["break"])
+        elif "dead" in message:
+            self._exchange.give_up(message["dead"], message["reason"])
         elif self._coordinator is not None:
             self._coordinator.heard(rank, message)
 

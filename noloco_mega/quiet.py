@@ -6,6 +6,7 @@ Imported by the package itself, since most of them are given while the dependenc
 from __future__ import annotations
 
 import logging
+import os
 import warnings
 
 # megatron-core: which optional CUDA packages are absent, and a default of its own that it calls deprecated.
@@ -28,6 +29,9 @@ class _Expected(logging.Filter):
 
 def expected() -> None:
     """Drop exactly these warnings, in this process."""
+    # torch's C++ part prints a stack trace for every store that ends with its server, which is how a circuit that is
+    # given up ends; its errors are raised as well. Read once, when torch is first imported.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     for message in MEGATRON:
         warnings.filterwarnings("ignore", message=message, category=UserWarning)
     for message in TORCH:

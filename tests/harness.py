@@ -78,7 +78,7 @@ class Ranks:
                         f"hang: ranks {sorted(wanted - values.keys())} not done in {limit_seconds} s"
                     )
                     continue
-                assert good, f"rank {rank} failed:\n{value}"
+                assert good or rank in expect_missing, f"rank {rank} failed:\n{value}"
                 values[rank] = value
             return values
         finally:

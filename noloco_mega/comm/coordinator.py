@@ -95,11 +95,13 @@ class Coordinator:
         circuits: Circuits,
         orders: Orders,
         form: Callable[[Message], None],
+        give_up: Callable[[int, str], None],
         warn: Callable[[str], None],
     ) -> None:
-        """`form` forms a proposed circuit on this rank (on the others siblings carry the message)."""
+        """`form` forms a proposed circuit on this rank, `give_up` waits no longer for a dead replica (the siblings are
+        told of both by message)."""
         self._plan, self._leaders, self._roster, self._siblings = plan, leaders, roster, siblings
-        self._circuits, self._orders, self._form, self._warn = circuits, orders, form, warn
+        self._circuits, self._orders, self._form, self._give_up, self._warn = circuits, orders, form, give_up, warn
         self._events: queue.SimpleQueue[tuple[Callable[..., None], tuple[Any, ...]]] = queue.SimpleQueue()
         self._present: tuple[int, ...] = ()
         self._members: dict[int, tuple[int, ...]] = {}
@@ -224,6 +226,8 @@ class Coordinator:
         for replica in dead.keys() - self._mourned:
             self._mourned.add(replica)
             standing = self._roster.standing(replica)
+            self._siblings.tell({"dead": replica, "reason": dead[replica]})
+            self._give_up(replica, dead[replica])
             if standing is None or not standing.leaving:
                 self._warn(f"goes on without replica {replica}: {dead[replica]}")
         for number, members in list(self._members.items()):

@@ -161,6 +161,7 @@ class Exchange:
         self._seats: dict[tuple[int, int], Seat] = {}  # by (outer step, partner): launched, its dialer not here yet
         self._parked: dict[tuple[int, int], _Caller] = {}  # by (outer step, partner): dialers of later outer steps
         self._channels: set[Channel] = set()
+        self._given_up: dict[int, str] = {}  # dead partners, and why
         self._closed = False
         listener.register("exchange", self._arrived)
 
@@ -200,6 +201,19 @@ class Exchange:
         self._open_seats(outer_step, [swap.partner for swap in swaps if swap.partner < self.replica])
         return Pending(swaps, self._run)
 
+    def give_up(self, partner: int, reason: str) -> None:
+        """A partner is dead: exchanges with it are missed at once, until `expect` says that it is back."""
+        with self._lock:
+            self._given_up[partner] = reason
+            for (_, replica), seat in self._seats.items():
+                if replica == partner:
+                    seat.put(reason)
+
+    def expect(self, partner: int) -> None:
+        """A partner that was given up is back."""
+        with self._lock:
+            self._given_up.pop(partner, None)
+
     def close(self) -> None:
         """Stop: exchanges in flight end as Missed, dialers are refused from now on."""
         with self._lock:
@@ -224,7 +238,9 @@ class Exchange:
             self._drop_gone()
             for partner in dialers:
                 seat = self._seats[outer_step, partner] = Seat()
-                if (caller := self._parked.pop((outer_step, partner), None)) is not None:
+                if (reason := self._given_up.get(partner)) is not None:
+                    seat.put(reason)
+                elif (caller := self._parked.pop((outer_step, partner), None)) is not None:
                     seat.put(caller)
             stale = [self._parked.pop(key) for key in list(self._parked) if key[0] <= outer_step]
         for caller in stale:
@@ -322,6 +338,8 @@ class Exchange:
 
     def _dial(self, swap: _Swap) -> tuple[Channel, Message | None]:
         """A channel to the higher twin, which will answer our hello once it has launched this outer step."""
+        if (reason := self._given_up.get(swap.partner)) is not None:
+            raise _Refused(reason)
         channel = dial(
             swap.address,
             self._secret,

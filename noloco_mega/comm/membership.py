@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -78,8 +78,6 @@ class Peers:
     """This rank's own replica."""
     view_log: list[views.View]
     """Which replicas the run has, from which inner step on: routes aside, what each one reads follows from it."""
-    present: list[views.View]
-    """Which of them are paired, from which inner step on: those that live, as far as it is known here."""
     addresses: dict[int, Address]
     """Where the rank that holds the same slice of the model listens, in each other replica."""
     exchange: Exchange
@@ -91,6 +89,12 @@ class Peers:
 
     resources: tuple[Closable, ...] = ()
     """What else ends with the exchange: the listener that it was reached by, the place in the rendezvous."""
+    present: list[views.View] = field(default_factory=list)
+    """Which replicas are paired, from which inner step on: those that live, as far as it is known here. By default all
+    of the view log's."""
+
+    def __post_init__(self) -> None:
+        self.present = self.present or list(self.view_log)
 
     def close(self) -> None:
         """Leave: exchanges in flight end, and nobody finds this rank any more."""

@@ -176,6 +176,8 @@ class Steering:
     def _follow(self, order: Message) -> None:
         twins = {int(replica): ranks[self._rank] for replica, ranks in order["ranks"].items()}
         addresses = {replica: (str(host), int(port)) for replica, (host, port) in twins.items()}
+        for replica in order["present"]:
+            self._peers.exchange.expect(replica)
         self._peers.follow(order["present"], order["from"] * self._settings.inner_steps, addresses)
 
     def _schedule(self, order: Message) -> None:

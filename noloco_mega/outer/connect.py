@@ -64,7 +64,4 @@ def connect(
     )
     world = dist.group.WORLD
     assert world is not None
-    everybody = views.initial(replicas)
-    return Peers(
-        launch.replica, everybody, [*everybody], addresses, exchange, world, engine.device, (listener, client)
-    )  # fmt: skip
+    return Peers(launch.replica, views.initial(replicas), addresses, exchange, world, engine.device, (listener, client))

@@ -24,7 +24,7 @@ class Agreement:
     """Peers.agree over the threads of one replica."""
 
     def __init__(self, ranks, view_log):
-        self.view_log = view_log
+        self.view_log = self.present = view_log
         self._barrier, self._flags = threading.Barrier(ranks, timeout=20), []
 
     def agree(self, flag):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -65,3 +66,17 @@ def rows_of(raw):
 def values(rows, key, replica=None):
     """The column `key` of the rows that have a value there."""
     return [row[key] for row in rows if row[key] is not None and (replica is None or row["replica"] == replica)]
+
+
+def wait_for_step(raw, step, ranks, limit_seconds=90, replica=None):
+    """Wait until some row of that step is there, which proves that training is under way."""
+    path = configs.parse(raw).output / "metrics.jsonl"
+    deadline = time.monotonic() + limit_seconds
+    while time.monotonic() < deadline:
+        if path.exists():
+            rows = [row for row in rows_of(raw) if row["loss"] is not None and replica in (None, row["replica"])]
+            if any(row["step"] >= step for row in rows):
+                return
+        assert any(process.is_alive() for process in ranks.processes), "all ranks are gone"
+        time.sleep(0.05)
+    raise AssertionError(f"no row of step {step} in {limit_seconds} s")

@@ -14,25 +14,13 @@ from noloco_mega.checkpoint.reader import SavedReplica, mean_tensor
 from noloco_mega.comm.rendezvous import RendezvousServer
 from noloco_mega.grid import Place
 from noloco_mega.merging import deviation
-from tests.e2e.runs import SECRET, launched, rows_of, run, train_rank, values
+from tests.e2e.runs import SECRET, launched, rows_of, run, train_rank, values, wait_for_step
 from tests.harness import Ranks
 
 
 def weights(raw):
     output = configs.parse(raw).output
     return [SavedReplica(folder) for folder in sorted(output.glob("replica_*/weights"))]
-
-
-def wait_for_step(raw, step, ranks, limit_seconds=90):
-    """Wait until some row of that step is there, which proves that training is under way."""
-    path = configs.parse(raw).output / "metrics.jsonl"
-    deadline = time.monotonic() + limit_seconds
-    while time.monotonic() < deadline:
-        if path.exists() and any(row["step"] >= step and row["loss"] is not None for row in rows_of(raw)):
-            return
-        assert any(process.is_alive() for process in ranks.processes), "all ranks are gone"
-        time.sleep(0.05)
-    raise AssertionError(f"no row of step {step} in {limit_seconds} s")
 
 
 def test_noloco_against_local_on_the_same_tokens(tiny, tmp_path):
