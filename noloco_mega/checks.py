@@ -264,11 +264,16 @@ def _outer(noloco: Noloco, topology: Topology) -> Iterator[str]:
 
 
 def _deadlines(noloco: Noloco) -> Iterator[str]:
-    if not noloco.heartbeat_seconds < noloco.exchange_deadline_seconds < noloco.link_timeout_seconds:
+    if not noloco.heartbeat_seconds < noloco.exchange_deadline_seconds:
         yield (
-            "noloco needs heartbeat_seconds < exchange_deadline_seconds < link_timeout_seconds, so that a late "
-            "partner is missed before it is declared dead and a stage outlasts its neighbour's exchange; given "
-            f"{noloco.heartbeat_seconds:g}, {noloco.exchange_deadline_seconds:g}, {noloco.link_timeout_seconds:g}"
+            "noloco needs heartbeat_seconds < exchange_deadline_seconds, so that a partner is known dead before it is "
+            f"waited for in vain; given {noloco.heartbeat_seconds:g}, {noloco.exchange_deadline_seconds:g}"
+        )
+    if noloco.link_timeout_seconds < 2.5 * noloco.exchange_deadline_seconds:
+        yield (
+            "noloco needs link_timeout_seconds >= 2.5 · exchange_deadline_seconds, so that a stage outlasts its "
+            "neighbour's exchange: one deadline to meet the partner, one for the data, and a rest for evaluations and "
+            f"checkpoints; given {noloco.link_timeout_seconds:g}, {noloco.exchange_deadline_seconds:g}"
         )
 
 

@@ -186,12 +186,19 @@ class Noloco:
     heartbeat_seconds: PositiveSeconds = 5.0
     """Interval of signs of life between replicas; one that misses four is taken for dead."""
     exchange_deadline_seconds: PositiveSeconds = 60.0
-    """How long an outer step waits for a partner's data before it goes on without. A replica whose outer step others
-    have begun half as long ago ends its inner phase early to join them."""
+    """How long an outer step waits for a partner before it goes on without. Once the two have met, the transfer has
+    time of its own: four times what the last one took, and given up earlier when no byte moves for a while. A replica
+    whose outer step others have begun half as long ago ends its inner phase early to join them."""
     link_timeout_seconds: PositiveSeconds = 300.0
     """How long a stage waits for a routed activation before it declares the link broken."""
     rendezvous_timeout_seconds: PositiveSeconds = 600.0
     """How long a rank waits at the start for the rendezvous and for all other ranks."""
+
+    @property
+    def transfer_cap_seconds(self) -> float:
+        """How long the data of a partner that was met may take at most. Together with meeting it that is four fifths of
+        link_timeout_seconds: the rest is left to evaluations and checkpoints, for which others wait as well."""
+        return max(self.exchange_deadline_seconds, 0.8 * self.link_timeout_seconds - self.exchange_deadline_seconds)
 
 
 @dataclass(frozen=True, kw_only=True)

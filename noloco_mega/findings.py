@@ -142,17 +142,17 @@ def _places(config: Config, reports: Mapping[int, Report]) -> Iterator[str]:
 
 
 def _too_slow(config: Config, links: list[Report]) -> Iterator[str]:
-    """Links between twins over which an exchange would miss its deadline."""
-    grid, deadline = config.topology.grid(), config.noloco.exchange_deadline_seconds
+    """Links between twins over which an exchange would take longer than it may."""
+    grid, cap = config.topology.grid(), config.noloco.transfer_cap_seconds
     sent = costs.traffic(config).rank_outer
     for row in links:
         if "problem" in row or (row["to"] - row["from"]) % grid.replica_size:
             continue
         seconds = sent[grid.place(row["from"]).stage] * 8 / (_slower_way(row) * 1e9)
-        if seconds > deadline:
+        if seconds > cap:
             yield (
                 f"an exchange between rank {row['from']} and rank {row['to']} would take {seconds:.0f} s at "
-                f"{_slower_way(row):.3g} Gbit/s, longer than noloco.exchange_deadline_seconds = {deadline:g}"
+                f"{_slower_way(row):.3g} Gbit/s, longer than the {cap:g} s that noloco.link_timeout_seconds leaves it"
             )
 
 

@@ -38,7 +38,7 @@ def judge(config: Config, links: Links) -> str:
     """Whether these links can carry this run, in words.
 
     Raises ConfigError where they can't: where routed activations take longer than computing what they are for, so that
-    no overlap could hide them, or where one exchange does not fit its deadline and every outer step would be missed.
+    no overlap could hide them, or where one exchange takes longer than it may and every outer step would be missed.
     """
     traffic = costs.traffic(config)
     grid = config.topology.grid()
@@ -56,12 +56,12 @@ def judge(config: Config, links: Links) -> str:
             f"computing at {links.rank_tflops:g} TFLOP/s per rank: set noloco.routing to fixed, group the "
             "replicas that share a fast network in topology.sites, or use fewer stages"
         )
-    deadline = config.noloco.exchange_deadline_seconds
-    if outer > deadline:
+    cap = config.noloco.transfer_cap_seconds
+    if outer > cap:
         problems.append(
             f"an outer step sends {exchanged} out of each replica, which takes {_seconds(outer)} at "
-            f"{slowest:g} Gbit/s, longer than noloco.exchange_deadline_seconds = {deadline:g}: every exchange would be "
-            f"missed; raise it above {outer:.0f}"
+            f"{slowest:g} Gbit/s, longer than the {cap:g} s that noloco.link_timeout_seconds leaves it: every "
+            f"exchange would be missed; raise that above {1.25 * (outer + config.noloco.exchange_deadline_seconds):.0f}"
         )
     if problems:
         raise ConfigError("these links cannot carry this run:\n" + "\n".join(f"  - {problem}" for problem in problems))

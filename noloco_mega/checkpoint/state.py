@@ -1,6 +1,7 @@
 """Which tensors and numbers of a rank make its run go on exactly?
 
-They are collected from the engine, the outer optimizer and the journal, and put back into them.
+They are collected from the engine, the outer optimizer and the journal, and put back into them: from a checkpoint, or
+from a live twin (see donation.py).
 
 Kinds of flat tensors, each of the shape [P] of a master and all of one layout:
 
@@ -22,7 +23,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from noloco_mega.checkpoint.format import RankContent, Span, Stored, described
+from noloco_mega.checkpoint.donation import Donated, RankShape
+from noloco_mega.checkpoint.format import CheckpointError, RankContent, Span, Stored, described
 from noloco_mega.checkpoint.reader import Part, SavedReplica
 from noloco_mega.comm.groups import ReplicaWorld
 from noloco_mega.engine.weights import Masters
@@ -86,23 +88,76 @@ class RankState:
         numbers = (part or sources[0].parts[0])["numbers"]
         for kind, index, target in self._targets(kinds):
             self._fill(kind, index, target, sources, part)
-        self._set_inner_numbers(numbers["inner"])
-        hook = numbers["hook"]
-        state: dict[str, Any] = dict(hook["optimizer"])
+        outer: Flat = {}
         for kind in kinds:
             if kind.startswith("outer."):
-                tensors = [torch.zeros_like(master) for master in self._masters.tensors]
-                for index, target in enumerate(tensors):
+                outer[kind] = [torch.zeros_like(master) for master in self._masters.tensors]
+                for index, target in enumerate(outer[kind]):
                     self._fill(kind, index, target, sources, part)
-                state[kind.removeprefix("outer.")] = tensors
-        self._outer.load_state_dict({**hook, "optimizer": state})
-        for name in COUNTERS:
-            setattr(self._engine, name, numbers["engine"][name])
-        self._masters.publish()
+        self._finish(numbers, outer)
         if part is None:
             return self._spread_losses(sources[0])
         self._set_generators(sources[0], part)
         return [(total, count) for total, count in numbers["losses"]]
+
+    def shape(self) -> RankShape:
+        """What a state must be like for this rank to adopt it."""
+        flat, _ = self._flat()
+        return RankShape(
+            **self._slices_described(),
+            elements={str(index): master.numel() for index, master in enumerate(self._masters.tensors)},
+            kinds=frozenset(kind for kind in flat if kind == "master" or kind.startswith("outer.")),
+        )
+
+    @torch.no_grad()
+    def adopt(self, donated: Donated) -> None:
+        """Take over a live twin's state: masters, the inner and the outer optimizer's state, counters. Losses that wait
+        for the journal and random generators stay this rank's own. Collective over the replica.
+
+        Raises CheckpointError naming what differs if it is not for this rank; nothing has been changed then.
+        """
+        reason = self.shape().misfit(donated.slices, donated.entries) or self._numbers_misfit(donated.numbers)
+        if reason is not None:
+            raise CheckpointError(f"the state of replica {donated.replica} is not for this rank: {reason}")
+        kinds = list(dict.fromkeys(entry["kind"] for entry in donated.entries))
+        for state, numbers in zip(self._live_inner_states(), donated.numbers["inner"], strict=True):
+            for key in state.keys() - kinds - numbers.keys():
+                del state[key]
+        for kind, index, target in self._targets(kinds):
+            target.copy_(donated.tensors[f"{kind}.{index}"])
+        indices = range(len(self._masters.tensors))
+        outer = {kind: [donated.tensors[f"{kind}.{i}"] for i in indices] for kind in kinds if kind.startswith("outer.")}
+        self._finish(donated.numbers, outer)
+
+    def _finish(self, numbers: Mapping[str, Any], outer: Flat) -> None:
+        """What follows the masters and the inner optimizer's tensors: numbers, the outer state, the model's weights."""
+        self._set_inner_numbers(numbers["inner"])
+        hook = numbers["hook"]
+        state = {**hook["optimizer"], **{kind.removeprefix("outer."): tensors for kind, tensors in outer.items()}}
+        self._outer.load_state_dict({**hook, "optimizer": state})
+        for name in COUNTERS:
+            setattr(self._engine, name, numbers["engine"][name])
+        self._masters.publish()
+
+    def _numbers_misfit(self, numbers: Mapping[str, Any]) -> str | None:
+        """Why numbers can't be a rank's like this one; None if they can."""
+        try:
+            counts = [numbers["engine"][name] for name in COUNTERS]
+            counts += [numbers["hook"][name] for name in ("step", "outer_step")]
+            if not all(type(count) is int and count >= 0 for count in counts):
+                return f"its counters are {counts}"
+            if numbers["hook"]["optimizer"].keys() != self._flat()[1].keys():
+                return f"its outer optimizer keeps {sorted(numbers['hook']['optimizer'])} beside tensors"
+            if len(numbers["inner"]) != len(self._masters.tensors):
+                return f"its inner optimizer steps {len(numbers['inner'])} masters"
+            for number in (number for master in numbers["inner"] for number in master.values()):
+                value, dtype = number["value"], number["tensor"]
+                known = dtype is None or isinstance(getattr(torch, dtype, None), torch.dtype)
+                if not known or not isinstance(value, int | float):
+                    return f"its inner optimizer keeps {str(number)[:100]}"
+        except (KeyError, TypeError, AttributeError) as error:
+            return f"its numbers are malformed: {error!r}"
+        return None
 
     def _flat(self) -> tuple[Flat, dict[str, Any]]:
         """All flat tensors by kind, and what else the outer optimizer's state holds."""
@@ -161,11 +216,15 @@ class RankState:
         if len(sources) > 1 or len(sources[0].parts) != self._world.grid.replica_size:
             return None
         part = sources[0].parts[rank]
-        own = described(RankContent(tensors=(), layouts=self._layouts, slices=self._named_slices(), numbers={}))
+        own = self._slices_described()
         sizes = {(str(index), master.numel()) for index, master in enumerate(self._masters.tensors)}
         saved = {(t["layout"], t["numel"]) for t in part["tensors"] if t["kind"] == "master"}
         same = own == {key: part[key] for key in own} and sizes == saved
         return part if same else None
+
+    def _slices_described(self) -> dict[str, Any]:
+        """This rank's layouts and parameters, as `format.described` gives them."""
+        return described(RankContent(tensors=(), layouts=self._layouts, slices=self._named_slices(), numbers={}))
 
     def _named_slices(self) -> list[ParameterSlices]:
         return [self._slices[local] for local in self._local_names.values()]

@@ -11,6 +11,9 @@ memory:
 Received means "I have all of my partner's data, and its checksum is right". Two partners need not agree: one may have
 received while the other one missed, when the connection breaks between the two ends of the transfer.
 
+Until the two have met, the launch's deadline holds; then the transfer has time of its own, which follows the link's
+speed (pace.py). Each side decides that for itself, and the other one sees the connection end.
+
 A connection of its own per pair and outer step keeps one partner's death from touching any other exchange, and plain
 TCP with TCP_USER_TIMEOUT sees the death when it happens. On loopback with two cores it moves 1.1 GB/s per direction,
 1.4 times what pyzmq does and half of what bare sockets do; the other half is the checksum, computed at both ends,
@@ -29,8 +32,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from noloco_mega.comm.channel import Listener, WrongSecret, dial
+from noloco_mega.comm.pace import Pace, Speeds
 from noloco_mega.comm.transfer import WrongChecksum, bytes_of, swap_buffers
-from noloco_mega.comm.wire import Address, Channel, Message
+from noloco_mega.comm.wire import SILENCE_SECONDS, Address, Channel, Message
 
 MAX_PARKED = 64
 """Partners that may wait at once for us to launch the outer step they are at."""
@@ -70,7 +74,7 @@ class _Refused(Exception):  # noqa: N818
     """One side will not swap with the other; the message is the reason."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Swap:
     """One launch's exchange with one partner."""
 
@@ -81,6 +85,14 @@ class _Swap:
     incoming: Sequence[memoryview]
     launched: float
     deadline: float
+    """When (time.monotonic()) it ends at the latest: without having met by then, and later once the transfer began."""
+    patience_seconds: float
+    cap_seconds: float
+
+    @property
+    def size_bytes(self) -> int:
+        """Payload of both directions."""
+        return sum(map(len, self.outgoing)) + sum(map(len, self.incoming))
 
     @property
     def outer_step(self) -> int:
@@ -126,9 +138,10 @@ class Pending:
             self._error = error
 
     def wait(self) -> dict[int, Outcome]:
-        """Each partner's outcome, at the deadline at the latest (and a little slack)."""
+        """Each partner's outcome, when its time is over at the latest (and a little slack)."""
         for swap, thread in zip(self._swaps, self._threads, strict=True):
-            thread.join(swap.remaining() + SLACK_SECONDS)
+            while thread.is_alive() and swap.deadline + SLACK_SECONDS > time.monotonic():
+                thread.join(swap.remaining() + SLACK_SECONDS)  # the deadline may have moved meanwhile
         if self._error is not None:
             raise self._error
         # A thread that still lives hangs in the name service: it will find its deadline gone before it moves a byte.
@@ -155,6 +168,7 @@ class Exchange:
             "kind": "exchange", "run_id": run_id, "fingerprint": fingerprint, "replica": replica, "rank": rank
         }  # fmt: skip
         self._secret = secret
+        self._speeds = Speeds()
         self._lock = threading.Lock()
         self._outer_step = -1
         self._latest_outer_step = -1
@@ -177,13 +191,16 @@ class Exchange:
         receive: Mapping[int, Sequence[Tensor]],
         addresses: Mapping[int, Address],
         deadline_seconds: float,
+        transfer_cap_seconds: float,
     ) -> Pending:
         """Start to swap `send` with each partner of `receive`, into the tensors given there, and return at once.
 
         All tensors are contiguous and on the CPU; those of a partner have the dtypes and sizes of `send`, in its
-        order, and any may be empty. `addresses[partner]` is where its twin's listener is. Outer steps must rise from
-        launch to launch, and a partner that dials for a later one is taken to have given up the earlier ones: wait for
-        a launch before the next one with the same partner. Raises ValueError for arguments that do not fit this.
+        order, and any may be empty. `addresses[partner]` is where its twin's listener is. A partner that has not been
+        met within `deadline_seconds` is missed; a transfer may take `transfer_cap_seconds` more, and gets less where
+        earlier ones were faster. Outer steps must rise from launch to launch, and a partner that dials for a later one
+        is taken to have given up the earlier ones: wait for a launch before the next one with the same partner. Raises
+        ValueError for arguments that do not fit this.
         """
         launched = time.monotonic()
         outgoing = [bytes_of(tensor) for tensor in send]
@@ -195,9 +212,18 @@ class Exchange:
             if [(t.dtype, t.numel()) for t in buffers] != [(t.dtype, t.numel()) for t in send]:
                 raise ValueError(f"the receive buffers for replica {partner} differ from what is sent")
             hello = {**self._hello, "outer_step": outer_step, "tensors": tensors}
-            incoming = [bytes_of(tensor) for tensor in buffers]
-            deadline = launched + deadline_seconds
-            swaps.append(_Swap(partner, addresses[partner], hello, outgoing, incoming, launched, deadline))
+            swap = _Swap(
+                partner,
+                addresses[partner],
+                hello,
+                outgoing,
+                [bytes_of(tensor) for tensor in buffers],
+                launched,
+                launched + deadline_seconds,
+                patience_seconds=min(SILENCE_SECONDS, deadline_seconds),
+                cap_seconds=transfer_cap_seconds,
+            )
+            swaps.append(swap)
         self._open_seats(outer_step, [swap.partner for swap in swaps if swap.partner < self.replica])
         return Pending(swaps, self._run)
 
@@ -320,20 +346,26 @@ class Exchange:
     def _run(self, swap: _Swap) -> Outcome:
         """One exchange, from connecting to its outcome; runs in a thread of its own."""
         channel: Channel | None = None
+        pace: Pace | None = None
         try:
             channel, hello = self._dial(swap) if self.replica < swap.partner else self._take_seat(swap)
             self._adopt(channel, swap)
             self._agree(channel, swap, hello)
+            pace = self._begin_transfer(channel, swap)
             acknowledged = swap_buffers(channel, swap.outgoing, swap.incoming)
         except (_Refused, WrongSecret, WrongChecksum) as refusal:
             return Missed(swap.partner, str(refusal), swap.elapsed())
         except OSError as error:
             received = channel.received_bytes if channel else 0
             size = sum(len(view) for view in swap.incoming)
+            if pace is not None and pace.overran():
+                self._speeds.overran(swap.partner, swap.size_bytes, pace.allowed_seconds)
             return Missed(swap.partner, f"{error} ({received} of {size} bytes received)", swap.elapsed())
         finally:
             if channel is not None:
                 self._part_with(channel)
+        if acknowledged:  # else the end was waited for in vain, and says nothing about the link
+            self._speeds.measured(swap.partner, swap.size_bytes, pace.seconds())
         return Received(swap.partner, swap.elapsed(), channel.received_bytes, acknowledged)
 
     def _dial(self, swap: _Swap) -> tuple[Channel, Message | None]:
@@ -380,6 +412,13 @@ class Exchange:
             raise _Refused(reason)
         if listening:
             channel.send(swap.hello)
+
+    def _begin_transfer(self, channel: Channel, swap: _Swap) -> Pace:
+        """The partners have met: from now on the transfer's own time counts."""
+        patience, cap = swap.patience_seconds, swap.cap_seconds
+        pace = Pace(channel, self._speeds.allowance(swap.partner, swap.size_bytes, patience, cap), patience)
+        swap.deadline = pace.ends
+        return pace
 
     def _adopt(self, channel: Channel, swap: _Swap) -> None:
         channel.deadline = swap.deadline

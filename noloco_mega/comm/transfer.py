@@ -46,7 +46,7 @@ def swap_buffers(channel: Channel, outgoing: Sequence[memoryview], incoming: Seq
     sender.start()
     try:
         checksum = 0
-        for chunk in _chunks(incoming):
+        for chunk in chunks(incoming):
             channel.receive_into(chunk)
             checksum = zlib.crc32(chunk, checksum)
         intact = channel.receive() == {"kind": "checksum", "crc32": checksum}
@@ -83,7 +83,7 @@ class _Sender(threading.Thread):
     def run(self) -> None:
         checksum = 0
         try:
-            for chunk in _chunks(self._buffers):
+            for chunk in chunks(self._buffers):
                 checksum = zlib.crc32(chunk, checksum)
                 self._channel.send_view(chunk)
             self._channel.send({"kind": "checksum", "crc32": checksum})
@@ -91,7 +91,8 @@ class _Sender(threading.Thread):
             self.error = error
 
 
-def _chunks(buffers: Sequence[memoryview]) -> Iterator[memoryview]:
+def chunks(buffers: Sequence[memoryview]) -> Iterator[memoryview]:
+    """The buffers in pieces of CHUNK_BYTES, in order; the last piece of each may be shorter."""
     for buffer in buffers:
         for start in range(0, len(buffer), CHUNK_BYTES):
             yield buffer[start : start + CHUNK_BYTES]

@@ -11,6 +11,7 @@ import json
 import socket
 import struct
 import time
+from collections.abc import Callable
 from typing import Any
 
 Address = tuple[str, int]
@@ -44,6 +45,8 @@ class Channel:
         """Bytes that send_view has handed to the kernel (messages not counted)."""
         self.received_bytes = 0
         """Bytes that receive_into has taken from the kernel (messages not counted)."""
+        self.on_moved: Callable[[], None] = lambda: None
+        """Called whenever one of the two has grown; may set the deadline anew."""
 
     def expire_in(self, seconds: float | None) -> None:
         """Set the deadline, counted from now."""
@@ -74,6 +77,7 @@ class Channel:
         while view:
             count = self._write(view)
             self.sent_bytes += count
+            self.on_moved()
             view = view[count:]
 
     def receive_into(self, view: memoryview) -> None:
@@ -81,6 +85,7 @@ class Channel:
         while view:
             count = self._read(view)
             self.received_bytes += count
+            self.on_moved()
             view = view[count:]
 
     def fileno(self) -> int:
@@ -121,21 +126,23 @@ class Channel:
             rest = rest[self._write(rest) :]
 
     def _read(self, view: memoryview) -> int:
-        self._arm()
-        try:
-            count = self._socket.recv_into(view)
-        except TimeoutError as error:
-            raise self._late(error) from error
+        count = self._until_deadline(lambda: self._socket.recv_into(view))
         if count == 0:
             raise ConnectionResetError(f"{self.peer} closed the connection")
         return count
 
     def _write(self, view: memoryview) -> int:
-        self._arm()
-        try:
-            return self._socket.send(view)
-        except TimeoutError as error:
-            raise self._late(error) from error
+        return self._until_deadline(lambda: self._socket.send(view))
+
+    def _until_deadline(self, call: Callable[[], int]) -> int:
+        """One socket call. Another thread may move the deadline while it blocks."""
+        while True:
+            self._arm()
+            try:
+                return call()
+            except TimeoutError as error:
+                if error.errno is not None:  # the kernel's own verdict, not our deadline
+                    raise TimeoutError(error.errno, f"{self.peer} is silent: {error.strerror}") from error
 
     def _arm(self) -> None:
         """Bound the next socket call. A second thread may do the same meanwhile: the deadline is one for both."""
@@ -144,13 +151,8 @@ class Channel:
             return
         remaining = self.deadline - time.monotonic()
         if remaining <= 0:
-            raise self._late(None)
+            raise TimeoutError(f"the deadline passed while waiting for {self.peer}")
         self._socket.settimeout(remaining)
-
-    def _late(self, error: TimeoutError | None) -> TimeoutError:
-        if error is not None and error.errno is not None:  # the kernel's own verdict, not our deadline
-            return TimeoutError(error.errno, f"{self.peer} is silent: {error.strerror}")
-        return TimeoutError(f"the deadline passed while waiting for {self.peer}")
 
 
 def _prepare(connection: socket.socket) -> None:

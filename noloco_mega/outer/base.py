@@ -56,7 +56,8 @@ class OuterOptimizer(Protocol):
 
     def apply(self) -> OuterReport:
         """Finish what `launch` began; the next inner step starts from what it leaves in the model. Collective over the
-        replica, and bounded by settings.exchange_deadline_seconds whatever the partners do."""
+        replica, and bounded whatever the partners do: by settings.exchange_deadline_seconds for meeting them and
+        settings.transfer_cap_seconds for their data."""
         ...
 
     def state_dict(self) -> dict[str, Any]:

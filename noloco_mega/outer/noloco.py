@@ -115,6 +115,7 @@ class NoLoCo(OuterOptimizer):
             buffers,
             {partner: peers.addresses[partner] for partner in reachable},
             settings.exchange_deadline_seconds,
+            settings.transfer_cap_seconds,
         )
         self._flight = _Flight(outer_step, partners, buffers, pending, started_seconds, sent_bytes, received_bytes)
 

@@ -130,7 +130,7 @@ def reports(**changes):
         ({"device_problem": "sees no GPU"}, "rank 1: sees no GPU"),
         ({"disk": {"free": 10, "bytes_per_second": 1.0, "problem": ""}}, "10 B free; the weights of all replicas need"),
         ({"disk": {"free": 0, "bytes_per_second": 0.0, "problem": "cannot write to runs"}}, "cannot write to runs"),
-        ({"back_gbit": 1e-5}, "longer than noloco.exchange_deadline_seconds = 60"),
+        ({"back_gbit": 1e-5}, "longer than the 180 s that noloco.link_timeout_seconds"),
         ({"problem": "silent"}, "rank 0 and rank 1: silent"),
         ({"versions": {"torch": "3"}}, "torch 2 against 3"),
     ],

@@ -28,7 +28,7 @@ class MemoryExchange:
         self.replica, self.mail, self.lost = replica, mail, lost
         self.sent_bytes = self.received_bytes = 0
 
-    def launch(self, outer_step, send, receive, addresses, deadline_seconds):
+    def launch(self, outer_step, send, receive, addresses, deadline_seconds, transfer_cap_seconds):
         self.mail[outer_step, self.replica] = [tensor.detach().clone() for tensor in send]
         self.sent_bytes += sum(4 * tensor.numel() for tensor in send) * len(receive)
         return SimpleNamespace(

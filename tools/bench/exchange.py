@@ -48,7 +48,8 @@ def ours(rank: int, pipe: Connection) -> Swap:
     def swap(send: torch.Tensor, receive: torch.Tensor) -> None:
         nonlocal step
         step += 1
-        pending = exchange.launch(step, [send], {1 - rank: [receive]}, {1 - rank: address}, DEADLINE_SECONDS)  # type: ignore[dict-item]
+        buffers, limits = {1 - rank: [receive]}, (DEADLINE_SECONDS, DEADLINE_SECONDS)
+        pending = exchange.launch(step, [send], buffers, {1 - rank: address}, *limits)  # type: ignore[dict-item]
         outcome = pending.wait()[1 - rank]
         assert isinstance(outcome, Received), outcome
 
