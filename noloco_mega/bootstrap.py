@@ -24,11 +24,12 @@ import torch.distributed as dist
 
 from noloco_mega import device as devices
 from noloco_mega import launcher, versions
+from noloco_mega.checkpoint.donation import Donated, Donor, RankShape, fetch
 from noloco_mega.comm import groups
 from noloco_mega.comm.channel import Listener
 from noloco_mega.comm.circuits import LOCAL, Circuits
 from noloco_mega.comm.control import Leaders, StopAgreement
-from noloco_mega.comm.coordinator import Coordinator, Plan
+from noloco_mega.comm.coordinator import UNKNOWN, Coordinator, Plan
 from noloco_mega.comm.exchange import Exchange
 from noloco_mega.comm.links import LinkBroken
 from noloco_mega.comm.membership import Peers, addresses_of, refuse_differences
@@ -71,6 +72,8 @@ class Connection:
     """Whether the run is under way and this replica joins it."""
     steering: Steering
     """What this rank does about the other replicas while it trains."""
+    donor: Donor
+    """Gives this rank's state to its twins in replicas that join."""
 
     def __init__(self, config: Config, launch: launcher.Launch, place: Place) -> None:
         """Choose the device and find the rendezvous. Raises ValueError with what to change."""
@@ -221,6 +224,7 @@ class Connection:
         enough_since: float | None = None
         while True:
             if others and (running := self._client.look("running", others)):
+                self._refuse_to_join()
                 return tuple(sorted(replica for replica, _ in running)), True
             if needed < topology.replicas and (founders := self._client.look("founders", [(0, 0)])):
                 members = tuple(founders[(0, 0)]["members"])
@@ -240,6 +244,15 @@ class Connection:
             if time.monotonic() > deadline:
                 self._client.wait_for("start", everybody, 0.1)  # says who is missing
                 raise RendezvousTimeout("the run did not get under way", [])
+
+    def _refuse_to_join(self) -> None:
+        """Raise ValueError where a run under way can't take anybody in."""
+        name = self._config.noloco.optimizer
+        if not registry.OUTER_OPTIMIZERS[name].catches_up:
+            raise ValueError(
+                f'the run {self._config.run.name} is under way, and with noloco.optimizer "{name}" no replica can join '
+                "it; stop all of it and start it again with --resume auto"
+            )
 
     def meet(self, theta0: str, data: str, view_log: list[View]) -> Peers:
         """Compare with this rank's twins what must be equal, and get ready to exchange with them.
@@ -262,6 +275,9 @@ class Connection:
             run_id=run_id(self._config),
             fingerprint=theta0,
         )
+        self.donor = Donor(
+            self._listener, self._device, run_id=run_id(self._config), replica=place.replica, rank=self._rank
+        )  # fmt: skip
         peers = Peers(
             place.replica,
             view_log,
@@ -269,8 +285,8 @@ class Connection:
             self._exchange,
             self.world.replica,
             self.world.device.device,
-            (self._listener, self._client),
-            [View(0, self.members)],
+            (self.donor, self._listener, self._client),
+            [View(0, (place.replica,) if self.joins else self.members)],
         )
         self._steer(peers, addresses)
         if self.leads:
@@ -316,8 +332,9 @@ class Connection:
                 self._warn,
             )
             self._coordinator = coordinator
-            coordinator.start(self.members, 0, self._first_circuit, self._site_members)
-            lead = Lead(coordinator=coordinator, roster=roster, stopping=self._stopping)
+            present = ((replica,), UNKNOWN) if self.joins else (self.members, 0)
+            coordinator.start(*present, self._first_circuit, self._site_members)
+            lead = Lead(coordinator=coordinator, roster=roster, stopping=self._stopping, donor=self.donor)
         catches_up = registry.OUTER_OPTIMIZERS[settings.optimizer].catches_up and topology.replicas > 1
         self.steering = Steering(
             settings, peers, self._circuits, self._siblings, orders, lead, self._rank, catches_up
@@ -379,6 +396,18 @@ class Connection:
         """Stay known at the rendezvous, so that others can join the run; it may have been started anew."""
         while not self._ended.wait(RENEW_BEATS * self._config.noloco.heartbeat_seconds):
             self._client.renew()
+
+    def fetch(self, donor: Address, shape: RankShape) -> Donated:
+        """The state of this rank's twin that listens there, at its next outer step. Raises DonationFailed."""
+        return fetch(
+            donor,
+            self._secret,
+            shape,
+            run_id=run_id(self._config),
+            replica=self._place.replica,
+            rank=self._rank,
+            deadline_seconds=self._config.noloco.rendezvous_timeout_seconds,
+        )
 
     def ask_leaders(self, topic: str, record: Mapping[str, Any]) -> dict[int, Record]:
         """What the leader of each replica that begins the run says under `topic`; this replica's says `record`.

@@ -57,7 +57,7 @@ class Journal:
         grid = config.topology.grid()
         self.folder = config.output
         self.replica_folder = config.replica_folder(place.replica)
-        self._config, self._place = config, place
+        self._config, self._place, self._joins = config, place, joins
         self._leads = grid.replica_rank(place) == 0
         before = self.replica_folder.exists() and any(self.replica_folder.iterdir())
         if self._leads and before and config.run.resume == "no" and not joins:
@@ -95,7 +95,7 @@ class Journal:
             write_json(self.folder / "config.json", self._config.to_json())
         if self._writes:
             rows, probes = JsonLines(self.folder / "metrics.jsonl"), JsonLines(self.replica_folder / "probe.jsonl")
-            resumes = self._config.run.resume != "no"
+            resumes = self._joins or self._config.run.resume != "no"
             if resumes:
                 rows.log({"step": start, "replica": self._place.replica, "resumed": True})
                 probes.log({"outer_step": outer_step, "resumed": True})

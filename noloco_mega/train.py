@@ -97,6 +97,8 @@ def _train(config: Config, place: Place, run: Connection, stack: contextlib.Exit
         # Outer step, every H inner steps: a few replicas swap one tensor and move together, inside this call.
         grad_norm = engines.apply(engine, run.world)
         step += 1
+        if outer.optimizer.due(step):
+            keeper.donate()
 
         if not agreed.nobody_asked and agreed.stop_step == NEVER:
             journal.tell(f"asked to stop, after step {step}; the weights will be saved")

@@ -7,13 +7,16 @@ keeper.save(step)                                                 whenever keepe
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 from noloco_mega.bootstrap import Connection
 from noloco_mega.checkpoint import resume
+from noloco_mega.checkpoint.donation import Donated, DonationFailed
 from noloco_mega.checkpoint.folders import Checkpoints
 from noloco_mega.checkpoint.saver import Saver
 from noloco_mega.checkpoint.state import RankState
+from noloco_mega.comm.control import NEVER
 from noloco_mega.comm.membership import Peers
 from noloco_mega.config import Config
 from noloco_mega.data.loader import Loader
@@ -24,6 +27,9 @@ from noloco_mega.plan.views import View
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
+
+RETRY_SECONDS = 0.5
+"""Before another donor is asked, or the same one again."""
 
 
 class Keeper:
@@ -43,14 +49,16 @@ class Keeper:
         }
         """What every manifest of this replica says about the run."""
         self._folders = Checkpoints(config.output / "checkpoints", place.replica, config.topology.replicas)
-        self._start = resume.choose(config, place, run, self._folders, digest)
+        self._view_log = view_log
+        # A live replica's state wins over whatever lies on this one's disk.
+        self._start = resume.Start() if run.joins else resume.choose(config, place, run, self._folders, digest)
         if self._start.resumed:
             view_log[:] = self._start.view_log
 
     @property
     def resumed(self) -> bool:
-        """Whether the run goes on from a checkpoint."""
-        return self._start.resumed
+        """Whether the run goes on from a state that it had."""
+        return self._start.resumed or self._run.joins
 
     def begin(self, engine: DeepSpeedEngine, outer: Hook, peers: Peers) -> int:
         """Restore what was chosen, and open the journal there. Collective over the replica.
@@ -58,7 +66,9 @@ class Keeper:
         Returns the inner steps done. Raises CheckpointError or OSError.
         """
         start, run, journal = self._start, self._run, self._journal
-        self._state = RankState(engine, outer, run.world)
+        self._state, self._outer, self._peers = RankState(engine, outer, run.world), outer, peers
+        if run.joins:
+            return self._join()
         losses = self._state.restore(start.sources) if start.resumed else []
         resume.begin(start, run, self._folders)
         journal.begin(start.step, outer.outer_step, losses, outer.skipped)
@@ -67,10 +77,62 @@ class Keeper:
                 journal.warn(note)
             if start.resumed:
                 journal.warn(f"goes on from step {start.step}")
-        self._saver = Saver(
-            self._config, self._folders, run.world, peers, run.leaders, start.step, self.facts, journal.warn
-        )
+        self._open_saver(start.step, start.step)
         return start.step
+
+    def _open_saver(self, step: int, complete: int) -> None:
+        run, warn = self._run, self._journal.warn
+        self._saver = Saver(
+            self._config, self._folders, run.world, self._peers, run.leaders, step, complete, self.facts, warn
+        )  # fmt: skip
+
+    def _join(self) -> int:
+        """Begin with the state of a live replica. Collective over the replica."""
+        self.take_over()
+        step, journal = self._outer.step, self._journal
+        if self._run.leads:
+            self._folders.begin(step)
+        journal.begin(step, self._outer.outer_step, skipped=self._outer.skipped)
+        self._open_saver(step, self._folders.latest() or 0)
+        return step
+
+    def take_over(self) -> None:
+        """Take a live replica's state, as it is after its next outer step. Collective over the replica.
+
+        Raises ConnectionError if no live replica gives it in run's rendezvous timeout.
+        """
+        run, steering, peers = self._run, self._run.steering, self._peers
+        deadline = time.monotonic() + self._config.noloco.rendezvous_timeout_seconds
+        refused: set[int] = set()
+        while True:
+            donor = steering.choose_donor(refused)
+            donated: Donated | None = None
+            if donor != NEVER:
+                try:
+                    donated = run.fetch(peers.addresses[donor], self._state.shape())
+                except DonationFailed as error:
+                    self._journal.warn(f"the state of replica {donor} could not be taken over: {error}")
+            # All ranks need the state of one step; and all must give up, or go on, together.
+            step = -1 if donated is None else int(donated.numbers["hook"]["step"])
+            lowest, highest, in_time = peers.agree(step, -step, time.monotonic() < deadline)
+            if donated is not None and lowest == -highest:
+                break
+            if not in_time:
+                raise ConnectionError("no live replica of the run gave its state; start this one again, or the run")
+            refused = set() if donor == NEVER else {*refused, donor}
+            time.sleep(RETRY_SECONDS)
+        self._state.adopt(donated)
+        self._view_log[:] = [View(from_step, tuple(members)) for from_step, members in donated.facts["view_log"]]
+        steering.ready(self._outer.step)
+        if run.leads:
+            self._journal.warn(f"has the state of replica {donor} after step {self._outer.step}")
+
+    def donate(self) -> None:
+        """After an outer step: let a replica that joins have this one's state, if one waits for it."""
+        if self._run.steering.donates:
+            view_log = [[view.from_step, list(view.members)] for view in self._peers.view_log]
+            self._run.donor.offer(self._state.collect([]), {"view_log": view_log})
+            self._run.steering.donated()
 
     def due(self, step: int) -> bool:
         """Whether to save after `step` inner steps."""

@@ -133,10 +133,12 @@ class Saver:
         peers: Peers,
         leaders: Leaders,
         start: int,
+        complete: int,
         facts: Mapping[str, Any],
         warn: Callable[[str], None],
     ) -> None:
-        """The run goes on from step `start` (0: from its beginning). `facts` go into every manifest, beside the step.
+        """The run goes on from step `start` (0: from its beginning), and step `complete` is the newest that is complete
+        on all replicas. `facts` go into every manifest, beside the step.
         `warn` tells the user of a failed write."""
         self._settings, self._world, self._peers, self._facts, self._warn = config.run, world, peers, facts, warn
         self._folders = folders
@@ -144,7 +146,7 @@ class Saver:
         self._wait_seconds = min(CLOSE_SECONDS, config.noloco.exchange_deadline_seconds)
         self._leaders = leaders
         keep = config.run.keep_checkpoints
-        self._completion = Completion(folders, leaders, peers.present, keep, start, warn)
+        self._completion = Completion(folders, leaders, peers.present, keep, complete, warn)
         self._staging: dict[str, Stored] = {}
         self._job: _Job | None = None
         self._last_step = start

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -149,9 +149,7 @@ class Roster:
             own = [self.replica] if self._own.ready and self._own.well and not self._own.leaving else []
         return tuple(sorted([*others, *own]))
 
-    def furthest(self, among: Sequence[int]) -> int:
-        """The highest outer step that one of these others, as far as it lives, has begun; -1 for none."""
-        dead = self.dead()
+    def furthest(self) -> int:
+        """The highest outer step that another replica is known to have begun; -1 for none."""
         with self._lock:
-            begun = [k.standing.launched for r, k in self._known.items() if r in among and r not in dead]
-        return max(begun, default=-1)
+            return max((known.standing.launched for known in self._known.values()), default=-1)

@@ -8,9 +8,9 @@ learned, at any time, takes effect between the same two steps on all of them.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from noloco_mega.comm.circuits import Circuits
 from noloco_mega.comm.control import NEVER, StopAgreement
@@ -45,6 +45,13 @@ class Agreed:
     """The outer step that this inner step is to be the last one before, or STAY."""
 
 
+class Wanted(Protocol):
+    """What a replica that joins may ask for; see checkpoint/donation.py."""
+
+    @property
+    def wanted(self) -> bool: ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Lead:
     """What only the leader of a replica has."""
@@ -52,6 +59,7 @@ class Lead:
     coordinator: Coordinator
     roster: Roster
     stopping: StopAgreement
+    donor: Wanted
 
 
 class Steering:
@@ -72,9 +80,16 @@ class Steering:
         self._settings, self._peers, self._circuits = settings, peers, circuits
         self._siblings, self._orders, self._lead, self._rank = siblings, orders, lead, rank
         self._catches_up = catches_up
+        self.donates = False
+        """Whether somebody waits for a copy of this replica's state, as it will be after the next outer step."""
+        self._asked_to_donate = False
         self._phase: tuple[int, float] = (-1, 0.0)
         self._overtaken: tuple[int, float] = (-1, 0.0)
-        self.on_order: dict[str, Callable[[Message], None]] = {"present": self._follow, "circuit": self._schedule}
+        self.on_order: dict[str, Callable[[Message], None]] = {
+            "present": self._follow,
+            "circuit": self._schedule,
+            "donate": self._donate,
+        }
         """What to do about an order, by the key that tells its kind."""
 
     @property
@@ -123,6 +138,9 @@ class Steering:
         lead = self._lead
         stop_step = orders = join = NEVER
         if lead is not None:
+            if lead.donor.wanted and not self._asked_to_donate:
+                self._asked_to_donate = True
+                self._orders.give({"donate": True})
             stop_step, orders, join = lead.stopping.decide(step), self._orders.count, self._to_join(step)
         good, nobody_asked, stop_step, orders, join = self._peers.agree(links_good, not asked, stop_step, orders, join)
         for order in self._orders.take(orders):
@@ -135,6 +153,29 @@ class Steering:
             if last:
                 lead.coordinator.report(launched=max(join, step // self._settings.inner_steps))
         return Agreed(bool(good), bool(nobody_asked), stop_step, join)
+
+    def donated(self) -> None:
+        """Who waited for this replica's state can have it now."""
+        self.donates = self._asked_to_donate = False
+
+    def choose_donor(self, but: Collection[int] = ()) -> int:
+        """The replica to take the state from: the furthest, and of those the nearest in number. NEVER if there is none.
+
+        Not one of `but`. Collective over the replica.
+        """
+        choice = NEVER
+        if self._lead is not None:
+            roster, own = self._lead.roster, self._peers.replica
+            able = [r for r in roster.able() if r != own and r not in but and r in self._peers.addresses]
+            standings = {r: standing for r in able if (standing := roster.standing(r)) is not None}
+            choice = min(standings, key=lambda r: (-standings[r].launched, abs(r - own)), default=NEVER)
+        return self._peers.agree(choice)[0]
+
+    def ready(self, step: int) -> None:
+        """This replica has the run's state and trains from inner step `step` on: it may be paired and routed."""
+        if self._lead is not None:
+            launched = step // self._settings.inner_steps - 1
+            self._lead.coordinator.report(step=step, launched=launched, ready=True)
 
     def propose_stop(self, step: int) -> None:
         """Somebody in this replica was asked to stop; `step` inner steps are done."""
@@ -161,8 +202,7 @@ class Steering:
             return STAY
         if settings.inner_phase_seconds is not None and now - self._phase[1] >= settings.inner_phase_seconds:
             return phase
-        members = self._peers.members(phase, settings)
-        furthest = max(self._lead.roster.furthest(members), self._peers.exchange.latest_outer_step)
+        furthest = max(self._lead.roster.furthest(), self._peers.exchange.latest_outer_step)
         due = self._circuits.due
         if due is not None:  # a circuit has to be entered at its very step
             furthest = min(furthest, due // settings.inner_steps - 1)
@@ -179,6 +219,9 @@ class Steering:
         for replica in order["present"]:
             self._peers.exchange.expect(replica)
         self._peers.follow(order["present"], order["from"] * self._settings.inner_steps, addresses)
+
+    def _donate(self, order: Message) -> None:
+        self.donates = True
 
     def _schedule(self, order: Message) -> None:
         self._circuits.schedule(order["circuit"], order["from_step"])

@@ -58,7 +58,7 @@ class Fleet:
                 folders = Checkpoints(self.root, replica, replicas)
                 facts = {"replica": replica, "config": self.config.to_json(), "losses": {}}
                 warn = self.warnings.append
-                self.savers[-1].append(saver.Saver(self.config, folders, world, peers, line, 0, facts, warn))
+                self.savers[-1].append(saver.Saver(self.config, folders, world, peers, line, 0, 0, facts, warn))
 
     def _line(self, replica):
         self.listeners.append(Listener(SECRET))

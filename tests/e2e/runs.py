@@ -9,6 +9,7 @@ from pathlib import Path
 
 from noloco_mega import config as configs
 from noloco_mega import launcher
+from noloco_mega.checkpoint.reader import SavedReplica
 from noloco_mega.comm.rendezvous import RendezvousServer
 from noloco_mega.metrics import read_rows
 from tests.harness import Ranks
@@ -44,11 +45,22 @@ def launched(raw, directory: Path, errors: Path | None = None):
     """The running ranks of a config, in rank order; their stderr goes into the file `errors`, if one is given."""
     server = RendezvousServer(SECRET.encode())
     places = list(configs.parse(raw).topology.grid().places())
-    ranks = Ranks(train_rank, places, directory, (raw, "{}:{}".format(*server.address), errors))
+    address = "{}:{}".format(*server.address)
+    ranks = Ranks(train_rank, places, directory, (raw, address, errors))
+    again: list[Ranks] = []
+
+    def restart(replica: int, **changes) -> Ranks:
+        """The ranks of a replica, started anew."""
+        own = [place for place in places if place.replica == replica]
+        again.append(Ranks(train_rank, own, directory, ({**raw, **changes}, address, errors)))
+        return again[-1]
+
+    ranks.restart, ranks.rendezvous = restart, server
     try:
         yield ranks
     finally:
-        ranks.stop()
+        for each in (ranks, *again):
+            each.stop()
         server.close()
 
 
@@ -80,3 +92,8 @@ def wait_for_step(raw, step, ranks, limit_seconds=90, replica=None):
         assert any(process.is_alive() for process in ranks.processes), "all ranks are gone"
         time.sleep(0.05)
     raise AssertionError(f"no row of step {step} in {limit_seconds} s")
+
+
+def weights(raw):
+    output = configs.parse(raw).output
+    return [SavedReplica(folder) for folder in sorted(output.glob("replica_*/weights"))]

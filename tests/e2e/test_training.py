@@ -10,17 +10,12 @@ import numpy as np
 import pytest
 
 from noloco_mega import config as configs
-from noloco_mega.checkpoint.reader import SavedReplica, mean_tensor
+from noloco_mega.checkpoint.reader import mean_tensor
 from noloco_mega.comm.rendezvous import RendezvousServer
 from noloco_mega.grid import Place
 from noloco_mega.merging import deviation
-from tests.e2e.runs import SECRET, launched, rows_of, run, train_rank, values, wait_for_step
+from tests.e2e.runs import SECRET, launched, rows_of, run, train_rank, values, wait_for_step, weights
 from tests.harness import Ranks
-
-
-def weights(raw):
-    output = configs.parse(raw).output
-    return [SavedReplica(folder) for folder in sorted(output.glob("replica_*/weights"))]
 
 
 def test_noloco_against_local_on_the_same_tokens(tiny, tmp_path):
