@@ -188,7 +188,7 @@ class Noloco:
     exchange_deadline_seconds: PositiveSeconds = 60.0
     """How long an outer step waits for a partner before it goes on without. Once the two have met, the transfer has
     time of its own: four times what the last one took, and given up earlier when no byte moves for a while. A replica
-    whose outer step others have begun half as long ago ends its inner phase early to join them."""
+    that keeps its partner waiting for half of this ends its inner phase early."""
     link_timeout_seconds: PositiveSeconds = 300.0
     """How long a stage waits for a routed activation before it declares the link broken."""
     rendezvous_timeout_seconds: PositiveSeconds = 600.0

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -69,6 +69,8 @@ class Standing:
 class _Known:
     standing: Standing
     heard: float
+    launched: float
+    """When it was heard that the last outer step had begun."""
 
 
 class Roster:
@@ -102,7 +104,9 @@ class Roster:
                 same = standing.incarnation == before.incarnation
                 if standing.beat <= before.beat if same else standing.incarnation < before.incarnation and not gone:
                     return False
-            self._known[replica] = _Known(standing, time.monotonic())
+            now = time.monotonic()
+            same = known is not None and standing.launched == known.standing.launched
+            self._known[replica] = _Known(standing, now, known.launched if same and known is not None else now)
             self._refused.discard(replica)
             return known is None or known.standing.incarnation != standing.incarnation
 
@@ -115,7 +119,7 @@ class Roster:
         """Count every silence from now on: this process itself did not run for a while."""
         now = time.monotonic()
         with self._lock:
-            self._known = {replica: _Known(known.standing, now) for replica, known in self._known.items()}
+            self._known = {replica: replace(known, heard=now) for replica, known in self._known.items()}
 
     def standing(self, replica: int) -> Standing | None:
         """The last that was heard of a replica; this one's own."""
@@ -148,6 +152,16 @@ class Roster:
             others = [r for r, known in self._known.items() if r not in dead and known.standing.ready]
             own = [self.replica] if self._own.ready and self._own.well and not self._own.leaving else []
         return tuple(sorted([*others, *own]))
+
+    def waits(self, replicas: Sequence[int], outer_step: int) -> float | None:
+        """For how many seconds the first of these replicas has been in outer step `outer_step`: 0 if none has come yet,
+        None if all that live are past it."""
+        dead, now = self.dead(), time.monotonic()
+        with self._lock:
+            living = [known for r in replicas if r not in dead and (known := self._known.get(r)) is not None]
+        if all(known.standing.launched > outer_step for known in living):
+            return None
+        return max((now - known.launched for known in living if known.standing.launched == outer_step), default=0.0)
 
     def furthest(self) -> int:
         """The highest outer step that another replica is known to have begun; -1 for none."""

@@ -84,7 +84,6 @@ class Steering:
         """Whether somebody waits for a copy of this replica's state, as it will be after the next outer step."""
         self._asked_to_donate = False
         self._phase: tuple[int, float] = (-1, 0.0)
-        self._overtaken: tuple[int, float] = (-1, 0.0)
         self.on_order: dict[str, Callable[[Message], None]] = {
             "present": self._follow,
             "circuit": self._schedule,
@@ -202,16 +201,18 @@ class Steering:
             return STAY
         if settings.inner_phase_seconds is not None and now - self._phase[1] >= settings.inner_phase_seconds:
             return phase
-        furthest = max(self._lead.roster.furthest(), self._peers.exchange.latest_outer_step)
+        roster = self._lead.roster
+        furthest = max(roster.furthest(), self._peers.exchange.latest_outer_step)
         due = self._circuits.due
         if due is not None:  # a circuit has to be entered at its very step
             furthest = min(furthest, due // settings.inner_steps - 1)
-        if furthest < phase:
-            return STAY
-        if self._overtaken[0] != phase:
-            self._overtaken = (phase, now)
-        patience = 0.5 * settings.exchange_deadline_seconds
-        return lag.outer_step_to_join(phase, furthest, now - self._overtaken[1], patience)
+
+        def waited(outer_step: int) -> float | None:
+            partners = self._peers.partners(outer_step, settings)
+            # Alone, there is nobody to be late for; but everybody else is further.
+            return roster.waits(partners, outer_step) if partners or furthest > outer_step else 0.0
+
+        return lag.outer_step_to_join(phase, furthest, waited, 0.5 * settings.exchange_deadline_seconds)
 
     def _follow(self, order: Message) -> None:
         twins = {int(replica): ranks[self._rank] for replica, ranks in order["ranks"].items()}

@@ -17,8 +17,11 @@ from tests.harness import Ranks
 SECRET = "a secret for these tests only"
 
 
-def train_rank(place, directory, raw, address, errors=None):
-    """What one launched process does; the worker of a test. Its stderr is appended to the file `errors`."""
+def train_rank(place, directory, raw, address, errors=None, step_seconds=None):
+    """What one launched process does; the worker of a test. Its stderr is appended to the file `errors`.
+
+    With `step_seconds` each of its inner steps takes that much longer: one number for each replica.
+    """
     if errors is not None:
         with open(errors, "ab") as file:
             os.dup2(file.fileno(), 2)
@@ -34,25 +37,39 @@ def train_rank(place, directory, raw, address, errors=None):
     )
     from noloco_mega.train import train
 
+    if step_seconds is not None:
+        _slow_down(step_seconds[place.replica])
     launch = launcher.read()
     assert launcher.place(launch, grid) == place
     train(config, launch, place)
     return os.getpid()
 
 
+def _slow_down(seconds: float):
+    from noloco_mega.pipeline import Pipeline
+
+    whole = Pipeline.forward_backward
+
+    def slow(self, *arguments):
+        time.sleep(seconds)
+        return whole(self, *arguments)
+
+    Pipeline.forward_backward = slow
+
+
 @contextmanager
-def launched(raw, directory: Path, errors: Path | None = None):
+def launched(raw, directory: Path, errors: Path | None = None, step_seconds=None):
     """The running ranks of a config, in rank order; their stderr goes into the file `errors`, if one is given."""
     server = RendezvousServer(SECRET.encode())
     places = list(configs.parse(raw).topology.grid().places())
     address = "{}:{}".format(*server.address)
-    ranks = Ranks(train_rank, places, directory, (raw, address, errors))
+    ranks = Ranks(train_rank, places, directory, (raw, address, errors, step_seconds))
     again: list[Ranks] = []
 
     def restart(replica: int, **changes) -> Ranks:
         """The ranks of a replica, started anew."""
         own = [place for place in places if place.replica == replica]
-        again.append(Ranks(train_rank, own, directory, ({**raw, **changes}, address, errors)))
+        again.append(Ranks(train_rank, own, directory, ({**raw, **changes}, address, errors, step_seconds)))
         return again[-1]
 
     ranks.restart, ranks.rendezvous = restart, server

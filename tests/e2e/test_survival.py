@@ -1,6 +1,11 @@
 """Replicas die, hang and lag in whole runs, and the others go on: what the rows say of it."""
 
+import os
+import signal
 from itertools import pairwise
+
+import numpy as np
+import pytest
 
 from tests.e2e.runs import launched, rows_of, wait_for_step, weights
 
@@ -63,3 +68,81 @@ def test_a_restarted_replica_joins_from_a_live_one(tiny, tmp_path):
     assert all(met[3:]), met
     assert own[-1]["routed"] == [0, 1, 2, 3] and own[-1]["present"] == [0, 1, 2, 3]
     assert {w.manifest["step"] for w in weights(raw)} == {150} and len(weights(raw)) == 4
+
+
+def exchanged(row):
+    return row["partner"] is not None and row["missed"] == 0
+
+
+@pytest.mark.parametrize(
+    "replicas, outer_steps, seconds, deadline",
+    [(2, 5, 0.2, 6.0), pytest.param(8, 15, 0.3, 18.0, marks=pytest.mark.slow)],
+)
+def test_a_replica_four_times_slower_keeps_meeting_the_others(tiny, tmp_path, replicas, outer_steps, seconds, deadline):
+    """Its phases end early: fewer of its own inner steps, the run's learning rate and data, and few misses."""
+    steps = 10 * outer_steps
+    raw = tiny(
+        topology={"replicas": replicas, "stages": 1},
+        run__steps=steps,
+        noloco__inner_steps=10,
+        noloco__heartbeat_seconds=1.0,
+        noloco__exchange_deadline_seconds=deadline,
+        noloco__link_timeout_seconds=5 * deadline,
+    )
+    with launched(raw, tmp_path, step_seconds=[4 * seconds] + [seconds] * (replicas - 1)) as ranks:
+        ranks.wait(600)
+    rows = rows_of(raw)
+    outer = [row for row in mine(rows, 0) if row["outer_step"] is not None]
+    assert sum(map(exchanged, outer)) >= 0.9 * outer_steps - 1, [
+        (row["outer_step"], row["missed_reason"]) for row in outer
+    ]
+    assert sum(row["skipped_steps"] or 0 for row in mine(rows, 0)) > outer_steps, "it did leave out inner steps"
+    assert outer[-1]["tokens"] < outer[-1]["step"] * 2 * 2 * 32
+    for replica in range(1, replicas):
+        everybody_took_every_step_once(rows, [replica], steps)
+        own = [row for row in mine(rows, replica) if row["outer_step"] is not None]
+        assert sum(map(exchanged, own)) >= 0.9 * outer_steps - 1
+    spread = {
+        r: np.mean([row["spread"] for row in mine(rows, r) if row["spread"] is not None]) for r in range(replicas)
+    }
+    others = np.mean([spread[r] for r in range(1, replicas)])
+    assert spread[0] <= 2 * others, spread
+
+
+def test_a_suspended_replica_is_back_within_two_outer_steps(tiny, tmp_path):
+    """Long enough to be taken for dead, on random routes: they end, it returns, and so do they."""
+    raw = tiny(run__steps=160, **QUICK)
+    with launched(raw, tmp_path, step_seconds=[0.1] * 4) as ranks:
+        wait_for_step(raw, 12, ranks)
+        stopped = ranks.processes[2:4]  # replica 1
+        for process in stopped:
+            os.kill(process.pid, signal.SIGSTOP)
+        at = max(row["step"] for row in rows_of(raw))
+        wait_for_step(raw, at + 20, ranks, replica=0)
+        back = max(row["step"] for row in rows_of(raw))
+        for process in stopped:
+            os.kill(process.pid, signal.SIGCONT)
+        ranks.wait(200)
+    rows = rows_of(raw)
+    everybody_took_every_step_once(rows, (0, 2, 3), 160)
+    assert any(row["present"] == [0, 2, 3] for row in mine(rows, 0) if row["present"])
+    outer = [row for row in mine(rows, 1) if row["outer_step"] is not None and row["step"] > back]
+    assert any(map(exchanged, outer[:3])), [(row["step"], row["partner"], row["missed_reason"]) for row in outer]
+    assert mine(rows, 1)[-1]["routed"] == [0, 1, 2, 3]
+
+
+def test_phases_by_the_clock_let_everybody_go_on(tiny, tmp_path):
+    raw = tiny(
+        topology={"replicas": 2, "stages": 1},
+        run__steps=100,
+        noloco__inner_steps=20,
+        noloco__inner_phase="seconds",
+        noloco__inner_phase_seconds=1.0,
+    )
+    with launched(raw, tmp_path, step_seconds=[0.1, 0.4]) as ranks:
+        ranks.wait(120)
+    for replica, fewest, most in ((0, 1, 15), (1, 15, 19)):
+        own = mine(rows_of(raw), replica)
+        outer = [row for row in own if row["outer_step"] is not None]
+        assert [row["step"] for row in outer] == [20, 40, 60, 80, 100] and all(map(exchanged, outer))
+        assert all(fewest <= row["skipped_steps"] <= most for row in outer), [row["skipped_steps"] for row in outer]

@@ -1,0 +1,204 @@
+"""Leaders that talk over real sockets, with circuits that only say what they were told: who is present, and on what."""
+
+import threading
+import time
+
+import pytest
+
+from noloco_mega.comm.channel import Listener
+from noloco_mega.comm.control import Leaders
+from noloco_mega.comm.coordinator import Coordinator, Plan
+from noloco_mega.comm.roster import Roster, Standing
+
+SECRET = b"a secret for this test only"
+BEAT_SECONDS = 0.3
+INNER_STEPS = 10
+
+
+class Replica:
+    """One leader of a replica of one rank; its training loop is the test."""
+
+    def __init__(self, replica, replicas, listeners, incarnation=1, ready=True, members=None):
+        members = range(replicas) if members is None else members
+        self.replica, self.listener = replica, listeners[replica]
+        self.events, self.orders, self.broken = [], [], []
+        self.refuses = False
+        self.leaders = Leaders(replica, self.listener, SECRET, "run")
+        self.leaders.connect({r: listeners[r].address for r in members})
+        self.roster = Roster(replica, self._standing(listeners, replica, incarnation, ready), BEAT_SECONDS)
+        for other in members:
+            if other != replica:
+                self.roster.hear(other, self._standing(listeners, other, 0, True))
+        plan = Plan(
+            replica=replica, replicas=replicas, site=tuple(range(replicas)), routes=True, columns=1, ranks=1,
+            inner_steps=INNER_STEPS, steps=10_000, heartbeat_seconds=BEAT_SECONDS, form_seconds=5.0, host="127.0.0.1",
+        )  # fmt: skip
+        self.coordinator = Coordinator(
+            plan, self.leaders, self.roster, self, self, self, self.form, lambda *_: None, self.events.append
+        )  # fmt: skip
+        present = ((replica,), -1) if not ready else (tuple(members), 0)
+        self.coordinator.start(*present, replicas if ready else 0, tuple(members))
+
+    @staticmethod
+    def _standing(listeners, replica, incarnation, ready):
+        return Standing(
+            incarnation=incarnation, beat=0, ranks=(listeners[replica].address,), ready=ready, circuit=len(listeners)
+        )  # fmt: skip
+
+    # As the siblings of a replica of one rank, its orders, and its circuits:
+    def tell(self, message):
+        pass
+
+    def silent(self, seconds):
+        return []
+
+    def forgive(self):
+        pass
+
+    def give(self, order):
+        self.orders.append(order)
+
+    def form(self, order):
+        if not self.refuses:
+            self.coordinator.formed(order["form"], 0, None)
+
+    def break_off(self, number):
+        self.broken.append(number)
+
+    def enter(self, number, step):
+        self.coordinator.report(circuit=number, step=step)
+
+    def present(self):
+        return next((tuple(order["present"]) for order in reversed(self.orders) if "present" in order), None)
+
+    def circuits(self):
+        return [(order["circuit"], order["from_step"]) for order in self.orders if "circuit" in order]
+
+    def die(self):
+        self.coordinator._closed.set()
+        self.listener.close()
+
+
+@pytest.fixture
+def fleet():
+    made = []
+
+    def start(replicas):
+        listeners = [Listener(SECRET) for _ in range(replicas)]
+        made.extend(Replica(r, replicas, listeners) for r in range(replicas))
+        return list(made)
+
+    yield start
+    for replica in made:
+        replica.die()
+
+
+def until(condition, seconds=30.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come to that"
+        time.sleep(0.01)
+
+
+def test_an_undisturbed_run_announces_and_proposes_nothing(fleet):
+    replicas = fleet(3)
+    time.sleep(10 * BEAT_SECONDS)
+    assert all(not replica.orders and not replica.broken for replica in replicas)
+    assert all(replica.roster.able() == (0, 1, 2) for replica in replicas)
+
+
+def test_a_death_ends_the_circuit_and_brings_a_new_one_without_the_dead(fleet):
+    """Also where the lowest, which decided so far, is the dead one."""
+    replicas = fleet(4)
+    for replica in replicas:
+        replica.coordinator.report(launched=6 + replica.replica % 2)
+    replicas[0].die()
+    living = replicas[1:]
+    until(lambda: all(replica.present() == (1, 2, 3) for replica in living))
+    assert all(replica.broken[0] == 4 for replica in living), "the first circuit's number is 4 + 0"
+    for replica in living:
+        replica.enter(0, 75)  # as the loop does when its link breaks
+    until(lambda: all(replica.circuits() for replica in living))
+    found = {tuple(replica.circuits()) for replica in living}
+    assert len(found) == 1
+    ((number, from_step),) = found.pop()
+    assert number % 4 == 1, "replica 1 proposed it"
+    # The furthest has begun outer step 7, so that it is in phase 8: two later is 10.
+    assert from_step == 10 * INNER_STEPS
+
+
+def test_who_cannot_form_a_circuit_is_left_out_and_stays_present(fleet):
+    replicas = fleet(3)
+    replicas[2].refuses = True
+    for replica in replicas:
+        replica.coordinator.broken(3)  # a link failed, everybody lives
+        replica.enter(0, 5)
+    until(lambda: replicas[0].circuits() and replicas[1].circuits(), 60)
+    assert not replicas[2].circuits()
+    assert all(replica.present() is None for replica in replicas), "nobody was ever absent"
+
+
+def test_a_commit_that_is_lost_ends_the_circuit_for_all(fleet):
+    replicas = fleet(2)
+    for replica in replicas:
+        replica.coordinator.broken(2)
+        replica.enter(0, 5)
+    lost = replicas[1].coordinator._commit
+    replicas[1].coordinator._commit = lambda *_: None
+    until(lambda: replicas[0].circuits())
+    number, from_step = replicas[0].circuits()[0]
+    replicas[1].coordinator._commit = lost
+    replicas[0].enter(number, from_step)
+    until(lambda: all(number in replica.broken for replica in replicas))
+
+
+def test_one_that_did_not_run_for_a_while_is_told_who_is_present(fleet):
+    """It stays by itself until the lowest has told it; and it takes nobody for dead because of its own pause."""
+    replicas = fleet(3)
+    back = replicas[2].coordinator
+    back._post(lambda: back._back(100.0))
+    until(lambda: replicas[2].present() == (2,))
+    until(lambda: replicas[2].present() == (0, 1, 2))
+    assert all(replica.roster.able() == (0, 1, 2) for replica in replicas)
+
+
+def test_an_announcement_that_leaves_this_replica_out_is_not_followed(fleet):
+    replicas = fleet(3)
+    message = {"kind": "present", "number": 9, "from": 3, "members": [1], "ranks": {}}
+    replicas[1].leaders.broadcast("present", message)
+    time.sleep(5 * BEAT_SECONDS)
+    assert replicas[0].present() is None and replicas[2].present() is None
+
+
+def test_a_newcomer_is_heard_told_and_taken_in(fleet):
+    replicas = fleet(3)
+    replicas[1].die()
+    living = [replicas[0], replicas[2]]
+    until(lambda: all(replica.present() == (0, 2) for replica in living))
+    listeners = [replica.listener for replica in replicas]
+    listeners[1] = Listener(SECRET)
+    again = Replica(1, 3, listeners, incarnation=2, ready=False, members=(0, 2))
+    try:
+        until(lambda: all(r.roster.standing(1).incarnation == 2 for r in living))
+        time.sleep(3 * BEAT_SECONDS)
+        assert all(replica.present() == (0, 2) for replica in living), "it has no state yet"
+        again.coordinator.report(ready=True)
+        everybody = [*living, again]
+        until(lambda: all(replica.present() == (0, 1, 2) for replica in everybody))
+        where = next(o for o in reversed(living[0].orders) if "present" in o)["ranks"]["1"]
+        assert where == [list(listeners[1].address)], "at its new address"
+    finally:
+        again.die()
+
+
+def test_garbage_from_another_leader_changes_nothing(fleet):
+    replicas = fleet(2)
+    for kind in ("alive", "present", "circuit"):
+        for message in ({}, {"standing": 5}, {"standing": {"ranks": [1]}}, {"number": "x"}, {"propose": None},
+                        {"propose": 7, "members": "ab", "stores": 3}, {"commit": [], "from_step": {}}):  # fmt: skip
+            replicas[1].leaders.broadcast(kind, message)
+    replicas[1].leaders.flush()
+    time.sleep(3 * BEAT_SECONDS)
+    assert not replicas[0].orders and replicas[0].roster.able() == (0, 1)
+    assert replicas[0].coordinator._thread.is_alive()
+    assert threading.active_count() < 60
