@@ -12,6 +12,7 @@
     unacknowledged             partners whose data arrived but who did not confirm that they have ours
     routed                     the replicas that the last inner step's microbatches were routed among
     redone_steps               inner steps since the last row that lost a link and were run again
+    bad_steps                  inner steps since the last row whose gradient was not finite: they changed no weight
     skipped_steps              inner steps since the last row that were left out to meet the others
     present                    the replicas that are paired at this step, as far as this one knows
     save_seconds               for which training stood still to save checkpoints since the last row
@@ -43,7 +44,7 @@ from noloco_mega.pipeline import StepLoss
 COLUMNS = (
     *("step", "replica", "loss", "lr", "grad_norm", "tokens", "tokens_per_second", "outer_step", "partner"),
     *("exchange_seconds", "exchange_bytes", "missed", "missed_reason", "unacknowledged", "spread", "val_loss"),
-    *("routed", "redone_steps", "skipped_steps", "present", "save_seconds"),
+    *("routed", "redone_steps", "bad_steps", "skipped_steps", "present", "save_seconds"),
 )
 
 
@@ -77,6 +78,7 @@ class Journal:
         self._logged_step = 0
         self._save_seconds = 0.0
         self._redone = 0
+        self._bad = 0
         self._skipped = 0
         self.last: dict[str, float] = {}
         """The last "loss" and "val_loss" of the replica, on all its ranks."""
@@ -138,6 +140,7 @@ class Journal:
         if not math.isfinite(grad_norm) and not self._skipping and self._leads:
             self.warn(f"inner step {step}: the gradient is not finite; such steps change no weight")
         self._skipping = not math.isfinite(grad_norm)
+        self._bad += self._skipping
         exchanged = outer.optimizer.due(step) and outer.last_report is not None
         if not (step % self._config.run.log_every == 0 or exchanged or last or self._val_loss is not None):
             return
@@ -156,8 +159,9 @@ class Journal:
         }
         if routed:
             row["routed"] = list(routed)
-        row |= {key: count for key, count in (("redone_steps", self._redone), ("skipped_steps", skipped)) if count}
-        self._redone = 0
+        counts = {"redone_steps": self._redone, "bad_steps": self._bad, "skipped_steps": skipped}
+        row |= {key: count for key, count in counts.items() if count}
+        self._redone = self._bad = 0
         if exchanged:
             row["present"] = list(peers.members(outer.outer_step - 1, outer.optimizer.settings))
         if self._save_seconds:

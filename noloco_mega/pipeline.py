@@ -17,7 +17,7 @@ from noloco_mega.comm.groups import ReplicaWorld
 from noloco_mega.comm.routed_p2p import Circuit, RoutedP2PCommunicator
 from noloco_mega.config import Config
 from noloco_mega.data.loader import Batch, Loader
-from noloco_mega.plan.routing import IdentityRoutes
+from noloco_mega.plan.routing import IdentityRoutes, carriers
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,8 @@ class StepLoss:
     """Float64 [], on the device: sum over microbatches of each one's mean loss per token, in nats."""
     microbatches: int
     """How many were summed."""
+    each: Tensor | None = None
+    """Float32 [microbatches], on the device: the summands, in the order of the pipeline's microbatches."""
 
 
 class Pipeline:
@@ -54,6 +56,17 @@ class Pipeline:
 
         numbers = self._numbers(self._config.microbatches * self._world.grid.data)
         return self._run(step, circuit, read, numbers, forward_only=False)
+
+    def bad_routes(self, step: int, circuit: Circuit, loss: StepLoss | None) -> list[tuple[int, ...]]:
+        """The replicas that carried each microbatch whose loss, in this inner step, was not finite; by stage.
+
+        Known on the last stage; none elsewhere.
+        """
+        place, data = self._world.place, self._world.grid.data
+        if loss is None or loss.each is None or place.tensor != 0:
+            return []
+        bad = (~torch.isfinite(loss.each)).nonzero().flatten().tolist()
+        return [carriers(circuit.routes, step, n * data + place.data, place.stage, place.replica) for n in bad]
 
     def evaluate(self, circuit: Circuit) -> StepLoss:
         """The loss on the validation microbatches, shared out over the D pipelines, without gradients.
@@ -114,4 +127,5 @@ class Pipeline:
             raise self._communicator.failure
         if not losses:
             return StepLoss(torch.zeros((), dtype=torch.float64, device=device), 0)
-        return StepLoss(torch.stack(losses).double().sum(), len(losses))
+        each = torch.stack(losses)
+        return StepLoss(each.double().sum(), len(losses), each)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import math
 import os
 import signal
 import time
@@ -73,13 +74,15 @@ def _train(config: Config, place: Place, run: Connection, stack: contextlib.Exit
         journal.evaluate(evaluate, peers)
         journal.started()
     while step < last_step:
+        if steering.suspected:
+            step = keeper.heal()
         # Inner step: M microbatches of every replica, each along its own route, then one step of AdamW.
         lr = engines.set_learning_rate(engine, step)
         engines.begin(engine)
         try:
             steering.enter(step)
-            routed = steering.routed
-            loss, links_good = pipeline.forward_backward(step, steering.circuit), True
+            circuit, routed, taken = steering.circuit, steering.routed, step
+            loss, links_good = pipeline.forward_backward(step, circuit), True
         except LinkBroken as broken:
             loss, links_good = None, False
             steering.broke()
@@ -99,6 +102,8 @@ def _train(config: Config, place: Place, run: Connection, stack: contextlib.Exit
         step += 1
         if outer.optimizer.due(step):
             keeper.donate()
+        if not math.isfinite(grad_norm):
+            steering.bad_step(taken, pipeline.bad_routes(taken, circuit, loss))
 
         if not agreed.nobody_asked and agreed.stop_step == NEVER:
             journal.tell(f"asked to stop, after step {step}; the weights will be saved")

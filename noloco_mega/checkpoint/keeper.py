@@ -127,6 +127,16 @@ class Keeper:
         if run.leads:
             self._journal.warn(f"has the state of replica {donor} after step {self._outer.step}")
 
+    def heal(self) -> int:
+        """Look at this replica's weights; where they are not finite, take over a live replica's state.
+
+        Returns the inner step to go on from. Collective over the replica. Raises ConnectionError if nobody can help.
+        """
+        if not self._run.steering.cleared(self._state.finite()):
+            self._journal.warn("the weights are not finite: leaves the others, and takes over a live replica's state")
+            self.take_over()
+        return self._outer.step
+
     def donate(self) -> None:
         """After an outer step: let a replica that joins have this one's state, if one waits for it."""
         if self._run.steering.donates:

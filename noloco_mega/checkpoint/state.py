@@ -18,6 +18,7 @@ together from the boxes that it needs, one parameter at a time; padding stays ze
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -55,6 +56,12 @@ class RankState:
             self._local_names[where.name] = segment.parameter
             span = Span(where.name, segment.master_offset, segment.parameter_offset, segment.numel)
             self._layouts[str(segment.master)].append(span)
+
+    def finite(self) -> bool:
+        """Whether all of this rank's weights are."""
+        norms = [torch.linalg.vector_norm(master.detach(), dtype=torch.float64) for master in self._masters.tensors]
+        norms += [torch.linalg.vector_norm(p.detach(), dtype=torch.float32) for p in self._engine.module.parameters()]
+        return all(math.isfinite(norm) for norm in norms)
 
     def collect(self, losses: Sequence[tuple[float, int]]) -> RankContent:
         """Everything to write. The tensors are the live ones, on their device: copy them before training goes on.

@@ -105,6 +105,14 @@ class Circuits:
         self.current, self.number = self.local, LOCAL
         return number
 
+    def withdraw(self) -> list[int]:
+        """Go on along the own pipeline, and enter no circuit that was agreed on; the numbers of those given up."""
+        numbers = [number for _, number in self._due]
+        self._due.clear()
+        if self.number != LOCAL:
+            numbers.append(self.leave())
+        return numbers
+
     def break_off(self, number: int) -> None:
         """Break a circuit's links, now or once they are formed: whoever waits for them raises LinkBroken."""
         with self._lock:

@@ -7,6 +7,8 @@ lives and trains, whoever that is at the moment, and nobody needs it in order to
     circuit     a new random circuit of a site: the lowest member proposes it, all members form its links beside
                 training and say so, and once all have, it is entered two outer steps later. Whoever can't is left out
                 and stays on its own pipeline.
+    bad         microbatches whose loss was not finite, and who carried them. A replica on two of them in one step looks
+                at its own weights.
     dissolved   a circuit is over: somebody saw a link of it fail, or a member die. Everybody goes on from its own first
                 unapplied step along its own pipeline.
 
@@ -39,6 +41,11 @@ OUTER_STEPS_AHEAD = 2
 """From the phase that is under way to the one in which a new circuit is entered."""
 UNKNOWN = -1
 """The announcement that a replica follows which can't know the last one."""
+SUSPICIOUS_ROUTES = 2
+"""Of microbatches with a loss that is not finite, in one inner step: one may be the data's fault or another's."""
+MOST_ROUTES = 1000
+"""That one message tells of."""
+BAD_STEPS_KEPT = 10
 SPARED_BEATS = 4
 """Heartbeats for which a replica that could not form a circuit is left out of the next ones."""
 
@@ -109,13 +116,20 @@ class Coordinator:
         self._dissolved: set[int] = set()
         self._forming: dict[int, _Forming] = {}
         self._proposal: _Proposal | None = None
+        self._bad: dict[int, int] = {}
         self._spared: dict[int, float] = {}
         self._mourned: set[int] = set()
         self._next_beat = 0.0
         self._reminded = 0.0
         self._ticked = time.monotonic()
         self._closed = threading.Event()
-        for kind, handler in (("alive", self._alive), ("present", self._told_present), ("circuit", self._circuit)):
+        handlers = {
+            "alive": self._alive,
+            "present": self._told_present,
+            "circuit": self._circuit,
+            "bad": self._told_bad,
+        }
+        for kind, handler in handlers.items():
             leaders.subscribe(kind, functools.partial(self._post, handler))
         leaders.on_gone.append(lambda: self._post(self._refused))
         self._thread = threading.Thread(target=self._run, name="control", daemon=True)
@@ -135,9 +149,18 @@ class Coordinator:
         if urgent:
             self._post(self._beat)
 
+    def withdraw(self) -> None:
+        """This replica's weights are not finite: nobody shall count on it."""
+        self.report(sound=False)
+        self._post(self._alone)
+
     def broken(self, number: int) -> None:
         """A rank of this replica saw a link of this circuit fail."""
         self._post(self._dissolve, number, True)
+
+    def bad(self, step: int, routes: Sequence[Sequence[int]]) -> None:
+        """Microbatches of this replica's last stage had a loss that is not finite; `routes` tells who carried them."""
+        self._post(self._bad_here, step, routes)
 
     def heard(self, rank: int, message: Message) -> None:
         """A message of a sibling's."""
@@ -216,8 +239,12 @@ class Coordinator:
         self._siblings.forgive()
         if seconds > self._roster.dead_after_seconds:
             self._warn(f"this replica did not run for {seconds:.1f} s; the others may have gone on without it")
-            self._follow(UNKNOWN, self._roster.own.launched + 1, (self._plan.replica,), {})
+            self._alone()
         self._beat()
+
+    def _alone(self) -> None:
+        """Pair with nobody until somebody says who is present."""
+        self._follow(UNKNOWN, self._roster.own.launched + 1, (self._plan.replica,), {})
 
     def _mourn(self) -> None:
         dead = self._roster.dead()
@@ -275,6 +302,21 @@ class Coordinator:
         self._present = members
         self._roster.say(present=number)
         self._orders.give({"present": list(members), "from": first, "ranks": ranks})
+
+    # Bad numbers
+
+    def _bad_here(self, step: int, routes: Sequence[Sequence[int]]) -> None:
+        found = [list(route) for route in routes][:MOST_ROUTES]
+        self._leaders.broadcast("bad", {"step": step, "routes": found})
+        self._told_bad(self._plan.replica, {"step": step, "routes": found})
+
+    def _told_bad(self, sender: int, message: Message) -> None:
+        step, routes = int(message["step"]), message["routes"]
+        before = self._bad.get(step, 0)
+        now = before + sum(self._plan.replica in route for route in routes)
+        self._bad = {**{s: n for s, n in self._bad.items() if s > step - BAD_STEPS_KEPT}, step: now}
+        if before < SUSPICIOUS_ROUTES <= now:
+            self._orders.give({"check": step})
 
     # Circuits
 
@@ -369,6 +411,8 @@ class Coordinator:
             self._rank_formed(int(message["formed"]), rank, message.get("problem"))
         elif "broken" in message:
             self._dissolve(int(message["broken"]), True)
+        elif "bad" in message:
+            self._bad_here(int(message["bad"]), message["routes"])
 
     def _rank_formed(self, number: int, rank: int, problem: str | None) -> None:
         forming = self._forming.get(number)

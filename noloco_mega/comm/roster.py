@@ -15,7 +15,7 @@ from typing import Any
 from noloco_mega.comm.wire import Address, Message
 
 NUMBERS = ("incarnation", "beat", "step", "launched", "circuit", "highest_circuit", "present")
-FLAGS = ("ready", "well", "leaving")
+FLAGS = ("ready", "well", "sound", "leaving")
 DEAD_BEATS = 4
 """Heartbeats that may be missing before a replica is taken for dead."""
 
@@ -38,6 +38,8 @@ class Standing:
     """It trains: its state is the run's."""
     well: bool = True
     """All its ranks run."""
+    sound: bool = True
+    """Its weights are finite."""
     leaving: bool = False
     """It ends as it should, and is not to be waited for."""
     circuit: int = 0
@@ -143,6 +145,8 @@ class Roster:
                     found[replica] = f"nothing was heard of it for {silent:.1f} s"
                 elif not known.standing.well:
                     found[replica] = "one of its ranks is silent"
+                elif not known.standing.sound:
+                    found[replica] = "its weights are not finite"
         return found
 
     def able(self) -> tuple[int, ...]:
@@ -150,7 +154,8 @@ class Roster:
         dead = self.dead()
         with self._lock:
             others = [r for r, known in self._known.items() if r not in dead and known.standing.ready]
-            own = [self.replica] if self._own.ready and self._own.well and not self._own.leaving else []
+            mine = self._own
+            own = [self.replica] if mine.ready and mine.well and mine.sound and not mine.leaving else []
         return tuple(sorted([*others, *own]))
 
     def waits(self, replicas: Sequence[int], outer_step: int) -> float | None:

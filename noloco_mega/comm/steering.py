@@ -8,7 +8,7 @@ learned, at any time, takes effect between the same two steps on all of them.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -83,11 +83,14 @@ class Steering:
         self.donates = False
         """Whether somebody waits for a copy of this replica's state, as it will be after the next outer step."""
         self._asked_to_donate = False
+        self.suspected = False
+        """Whether this replica's weights are to be looked at: it was on the way of several bad microbatches."""
         self._phase: tuple[int, float] = (-1, 0.0)
         self.on_order: dict[str, Callable[[Message], None]] = {
             "present": self._follow,
             "circuit": self._schedule,
             "donate": self._donate,
+            "check": self._suspect,
         }
         """What to do about an order, by the key that tells its kind."""
 
@@ -153,6 +156,28 @@ class Steering:
                 lead.coordinator.report(launched=max(join, step // self._settings.inner_steps))
         return Agreed(bool(good), bool(nobody_asked), stop_step, join)
 
+    def bad_step(self, step: int, routes: Sequence[Sequence[int]]) -> None:
+        """In inner step `step` microbatches along these routes had a loss that is not finite, as seen here."""
+        if routes and self._lead is not None:
+            self._lead.coordinator.bad(step, routes)
+        elif routes:
+            self._siblings.tell({"bad": step, "routes": [list(route) for route in routes]})
+
+    def cleared(self, finite: bool) -> bool:
+        """This rank's weights are finite, or not; whether those of the whole replica are. Collective over it.
+
+        A replica whose weights are not leaves the circuits, and the pairs, until it is `ready` again.
+        """
+        self.suspected = False
+        (sound,) = self._peers.agree(finite)
+        if not sound:
+            if self._lead is not None:
+                self._lead.coordinator.withdraw()
+            for number in self._circuits.withdraw():
+                if self._lead is not None:
+                    self._lead.coordinator.broken(number)
+        return bool(sound)
+
     def donated(self) -> None:
         """Who waited for this replica's state can have it now."""
         self.donates = self._asked_to_donate = False
@@ -174,7 +199,7 @@ class Steering:
         """This replica has the run's state and trains from inner step `step` on: it may be paired and routed."""
         if self._lead is not None:
             launched = step // self._settings.inner_steps - 1
-            self._lead.coordinator.report(step=step, launched=launched, ready=True)
+            self._lead.coordinator.report(step=step, launched=launched, ready=True, sound=True)
 
     def propose_stop(self, step: int) -> None:
         """Somebody in this replica was asked to stop; `step` inner steps are done."""
@@ -223,6 +248,9 @@ class Steering:
 
     def _donate(self, order: Message) -> None:
         self.donates = True
+
+    def _suspect(self, order: Message) -> None:
+        self.suspected = True
 
     def _schedule(self, order: Message) -> None:
         self._circuits.schedule(order["circuit"], order["from_step"])

@@ -30,6 +30,14 @@ class Routes(Protocol):
         """The replica whose first stage read the sample that `replica` works on at `stage`."""
 
 
+def carriers(routes: Routes, step: int, microbatch: int, last_stage: int, replica: int) -> tuple[int, ...]:
+    """The replicas that carried a microbatch, by stage: the last stage's is `replica`."""
+    path = [replica]
+    for boundary in range(last_stage - 1, -1, -1):
+        path.append(routes.backward(step, microbatch, boundary, path[-1]))
+    return tuple(reversed(path))
+
+
 class IdentityRoutes:
     """The ordinary pipeline: every microbatch stays in its replica."""
 

@@ -45,6 +45,27 @@ def train_rank(place, directory, raw, address, errors=None, step_seconds=None):
     return os.getpid()
 
 
+def poisoned_rank(place, directory, raw, address, victim, step):
+    """`train_rank`, in which the weights of place `victim` become NaN right before inner step `step`."""
+    import torch
+
+    from noloco_mega.engine import deepspeed as engines
+    from noloco_mega.engine.weights import Masters
+
+    begin, begun = engines.begin, [0]
+
+    def poisoning(engine):
+        begin(engine)
+        begun[0] += 1
+        if tuple(place) == tuple(victim) and begun[0] == step:
+            with torch.no_grad():
+                Masters(engine).tensors[0].fill_(float("nan"))
+            Masters(engine).publish()
+
+    engines.begin = poisoning
+    return train_rank(place, directory, raw, address)
+
+
 def _slow_down(seconds: float):
     from noloco_mega.pipeline import Pipeline
 
@@ -58,12 +79,15 @@ def _slow_down(seconds: float):
 
 
 @contextmanager
-def launched(raw, directory: Path, errors: Path | None = None, step_seconds=None):
+def launched(raw, directory: Path, errors: Path | None = None, step_seconds=None, poison=None):
     """The running ranks of a config, in rank order; their stderr goes into the file `errors`, if one is given."""
     server = RendezvousServer(SECRET.encode())
     places = list(configs.parse(raw).topology.grid().places())
     address = "{}:{}".format(*server.address)
-    ranks = Ranks(train_rank, places, directory, (raw, address, errors, step_seconds))
+    if poison is None:
+        ranks = Ranks(train_rank, places, directory, (raw, address, errors, step_seconds))
+    else:
+        ranks = Ranks(poisoned_rank, places, directory, (raw, address, *poison))
     again: list[Ranks] = []
 
     def restart(replica: int, **changes) -> Ranks:

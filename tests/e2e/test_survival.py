@@ -6,7 +6,9 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+import torch
 
+from noloco_mega.grid import Place
 from tests.e2e.runs import launched, rows_of, wait_for_step, weights
 
 QUICK = {
@@ -146,3 +148,19 @@ def test_phases_by_the_clock_let_everybody_go_on(tiny, tmp_path):
         outer = [row for row in own if row["outer_step"] is not None]
         assert [row["step"] for row in outer] == [20, 40, 60, 80, 100] and all(map(exchanged, outer))
         assert all(fewest <= row["skipped_steps"] <= most for row in outer), [row["skipped_steps"] for row in outer]
+
+
+def test_a_replica_whose_weights_are_not_finite_is_healed_by_another(tiny, tmp_path):
+    """Steps that its microbatches spoil change no weight anywhere; it is found by the routes, and leaves them."""
+    raw = tiny(run__steps=120, **QUICK)
+    with launched(raw, tmp_path, poison=(Place(1, 0, 0, 0), 22)) as ranks:
+        ranks.wait(240)
+    rows = rows_of(raw)
+    for replica in range(4):
+        own = mine(rows, replica)
+        bad = sum(row["bad_steps"] or 0 for row in own)
+        assert (replica == 1) <= bad <= 12, f"replica {replica} lost {bad} steps"
+        assert all(row["bad_steps"] is None for row in own[-20:])
+        assert own[-1]["routed"] == [0, 1, 2, 3] and own[-1]["present"] == [0, 1, 2, 3]
+        assert np.isfinite(own[-1]["loss"]) and own[-1]["val_loss"] < 5.5
+    assert all(torch.isfinite(w.tensor(name)).all() for w in weights(raw) for name in w.names)
