@@ -8,6 +8,7 @@ import pytest
 from noloco_mega.checkpoint import resume
 from noloco_mega.checkpoint.folders import Checkpoints
 from noloco_mega.checkpoint.format import CheckpointError
+from noloco_mega.checkpoint.reader import verify_share
 from noloco_mega.config import parse
 from tests.checkpoints import save
 from tests.unit.test_config import changed
@@ -62,7 +63,9 @@ def choose(root, *configs, begin=False):
         folders = Checkpoints(folder, place.replica, grid.replicas)
         desk = Desk(table, grid, place)
         try:
-            answers[number] = resume.choose(own, place, desk, folders, "data")
+            choice = resume.Choice(own, place, desk, folders, "data")
+            choice.take(lambda sources: verify_share(sources, grid.replica_rank(place), grid.replica_size))
+            answers[number] = choice.start
             if begin:
                 resume.begin(answers[number], desk, folders)
         except CheckpointError as error:

@@ -4,8 +4,8 @@
 
 Throughput: one rank's state (five flat fp32 tensors) against the same bytes in one plain file on the same disk, taking
 turns, synced to disk and read back with a cold cache. Saving writes the file with its checksums, the manifest, and
-renames; loading verifies all checksums and reads every tensor into its place, as a resumed rank does. The ratio is the
-median over the rounds.
+renames; loading reads every tensor into its place and verifies all checksums, as a resumed rank does. The ratio is the
+median over the rounds, each of which compares the two at nearly the same moment.
 
 Stall: the demo's configuration for `--stall-steps` steps with a checkpoint at every third of them, written behind
 training; the share of the time between checkpoints for which the loop stood still. 0 leaves it out.
@@ -58,8 +58,7 @@ def save(folder: Path, content: RankContent) -> None:
 def load(folder: Path, targets: list[torch.Tensor]) -> None:
     saved = SavedReplica(folder)
     (part,) = saved.parts
-    for tensor, target in zip(part["tensors"], targets, strict=True):
-        saved.read(part, tensor, 0, target)
+    saved.load(part, {tensor["key"]: target for tensor, target in zip(part["tensors"], targets, strict=True)})
 
 
 def plain_write(path: Path, content: RankContent) -> None:
