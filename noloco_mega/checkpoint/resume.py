@@ -22,7 +22,7 @@ from typing import Any, Protocol
 from noloco_mega.checkpoint.folders import Checkpoints, Seen, step_name
 from noloco_mega.checkpoint.format import CheckpointError
 from noloco_mega.checkpoint.reader import SavedReplica
-from noloco_mega.config import Config
+from noloco_mega.config import Config, with_defaults
 from noloco_mega.grid import Place
 from noloco_mega.plan.views import View
 
@@ -248,11 +248,11 @@ def _saved_replicas(found: Seen) -> int:
 
 def _other_run(config: Config, saved: SavedReplica) -> str | None:
     """Names every field in which the saved run differs so that its state means something else."""
-    before, now = saved.manifest["config"], config.to_json()
+    before, now = with_defaults(saved.manifest["config"]), config.to_json()
     fields = {f"model.{key}": (before["model"].get(key), value) for key, value in now["model"].items()}
     fields["run.seed"] = (before["run"]["seed"], now["run"]["seed"])
     for key in ("optimizer", "inner_steps"):
-        fields[f"noloco.{key}"] = (before["noloco"][key], now["noloco"][key])
+        fields[f"noloco.{key}"] = (before["noloco"].get(key), now["noloco"][key])
     # The position in the data is counted in these.
     fields["samples per inner step and replica"] = (saved.manifest["replica_batch_size"], config.replica_batch_size)
     different = [f"{name} ({old} there, {new} here)" for name, (old, new) in fields.items() if old != new]
@@ -262,7 +262,7 @@ def _other_run(config: Config, saved: SavedReplica) -> str | None:
 def _changes(config: Config, manifest: Mapping[str, Any], data: str) -> list[str]:
     """In which fields the run goes on differently, in one sentence."""
     ignored = {"run.resume", "run.shrink", "run.directory"}
-    before, now = _flattened(manifest["config"]), _flattened(config.to_json())
+    before, now = _flattened(with_defaults(manifest["config"])), _flattened(config.to_json())
     changed = [
         f"{key} {before.get(key, 'absent')} -> {now.get(key, 'absent')}"
         for key in sorted(before.keys() | now.keys())

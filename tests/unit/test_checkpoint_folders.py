@@ -144,7 +144,7 @@ def test_a_run_that_goes_on_from_an_older_step_sets_newer_ones_aside(tmp_path):
     assert mine.steps() == [10] and Checkpoints(tmp_path, 1, 2).steps() == [10, 20] and mine.latest() == 10
     assert list(mine.look(20).replicas) == [1], "no mixture of two courses looks complete"
     assert not (tmp_path / "step_00000030").exists()
-    save(tmp_path, CONFIG, 20, 0, value=5.0)
+    save(tmp_path, CONFIG, 20, 0, 5.0)
     mine.drop_superseded()
     assert float(SavedReplica(mine.folder(20)).tensor("weight")[0]) == 5.0
     assert not [name for name in tree(tmp_path) if "superseded" in name]
