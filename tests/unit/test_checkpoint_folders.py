@@ -2,6 +2,9 @@
 
 import json
 import os
+import time
+import zlib
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -98,6 +101,22 @@ def test_loading_reads_a_file_once_and_a_box_only_its_rows(counted):
         box = saved.box("weight", "exp_avg", ((top, bottom), (left, right)))
         assert torch.equal(box, -whole[top:bottom, left:right])
         assert sum(reads) == (bottom - top) * 30 * 4
+
+
+def test_sums_that_are_slower_than_the_disk(counted, monkeypatch):
+    """No chunk is overwritten before it is summed."""
+
+    def slowly(chunk, crc):
+        time.sleep(0.002)
+        return zlib.crc32(chunk, crc)
+
+    monkeypatch.setattr(reader, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr(reader, "zlib", SimpleNamespace(crc32=slowly))
+    saved, reads = counted
+    saved.verify(saved.parts[0])
+    assert sum(reads) == saved.parts[0]["bytes"] and max(reads) == 1000
+    saved.verify(saved.parts[0])
+    assert sum(reads) == saved.parts[0]["bytes"], "it is verified already"
 
 
 def test_a_damaged_file_is_named_by_what_loads_it(counted):
