@@ -258,10 +258,13 @@ class Connection:
     def meet(self, theta0: str, data: str, view_log: list[View]) -> Peers:
         """Compare with this rank's twins what must be equal, and get ready to exchange with them.
 
-        `theta0` and `data` are the hashes of this rank's initial weights and of its token files. Raises ValueError
-        naming a replica whose own differ, otherwise as `join`.
+        `theta0` and `data` are the hashes of this rank's initial weights and of its token files; a replica that joins
+        takes over the others' `theta0`. Raises ValueError naming a replica whose own differ, otherwise as `join`.
         """
         place, twins = self._place, [(replica, self._rank) for replica in self.members]
+        if self.joins:
+            # This one's weights will be a live replica's; exchanges go by what the others have begun with.
+            theta0 = str(self._client.wait_for("ready", twins)[twins[0]]["theta0"])
         record = {"data": data, "theta0": theta0}
         self._client.announce("ready", place.replica, self._rank, record)
         records = self._client.wait_for("ready", twins)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -344,6 +344,27 @@ def parse(raw: dict[str, Any]) -> Config:
     if problems:
         raise ConfigError(_listed(problems))
     return Config(**parts)
+
+
+def with_defaults(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """A config's JSON as this version or an older one wrote it (`Config.to_json`), with the defaults of keys that came
+    later; they are chosen so that a config without the key means what it meant before. Nothing is validated."""
+    filled = dict(raw)
+    for name, block in BLOCKS.items():
+        filled[name] = _defaults(block) | raw.get(name, {})
+    if filled["model"]["rope_scaling"] is not None:
+        filled["model"]["rope_scaling"] = _defaults(RopeScaling) | filled["model"]["rope_scaling"]
+    return filled
+
+
+def _defaults(block: type) -> dict[str, Any]:
+    values = {}
+    for item in dataclasses.fields(block):
+        if item.default is not dataclasses.MISSING:
+            values[item.name] = item.default
+        elif item.default_factory is not dataclasses.MISSING:
+            values[item.name] = item.default_factory()
+    return json.loads(json.dumps(values))
 
 
 def _refuse_deep(raw: Any) -> None:

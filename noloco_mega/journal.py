@@ -21,6 +21,8 @@
     present                    the replicas that are paired at this step, as far as this one knows
     save_seconds               for which training stood still to save checkpoints since the last row
     val_loss                   at evaluations: nats per token on the validation samples, along identity routes
+    at_end                     what is here only because the run ended at this step: "row" (all of it) or "val_loss";
+                               void once the run goes on from here
     resumed                    the run went on from here: what this replica has written beyond is void (see read_rows)
 
 Every row has every column; null where the step had no such thing.
@@ -48,7 +50,7 @@ from noloco_mega.pipeline import StepLoss
 COLUMNS = (
     *("step", "replica", "loss", "lr", "grad_norm", "tokens", "tokens_per_second", "outer_step", "partner"),
     *("exchange_seconds", "exchange_bytes", "missed", "missed_reason", "unacknowledged", "spread", "val_loss"),
-    *("routed", "redone_steps", "bad_steps", "skipped_steps", "present", "save_seconds"),
+    *("routed", "redone_steps", "bad_steps", "skipped_steps", "present", "save_seconds", "at_end"),
 )
 
 
@@ -76,7 +78,8 @@ class Journal:
         self._losses: list[StepLoss] = []
         self._val_loss: float | None = None
         self._missed: set[int] = set()
-        self._unwritable = False
+        self._unwritable: set[str] = set()
+        """What could not be written last time."""
         self._skipping = False
         self._since = time.monotonic()
         self._logged_step = 0
@@ -93,18 +96,22 @@ class Journal:
         """Open the files: by now the run has met, so that one which could not start leaves nothing behind.
 
         It goes on from inner step `start` and outer step `outer_step`; `losses` are those that `pending` gave there,
-        and `skipped` the inner steps left out so far.
+        and `skipped` the inner steps left out so far. Raises OSError where a new run can't be written; one that goes on
+        only warns.
         """
+        resumes = self._joins or self._config.run.resume != "no"
         if self._leads or self._writes:
-            self.replica_folder.mkdir(parents=True, exist_ok=True)
-        if self._leads and self._place.replica == 0:
-            write_json(self.folder / "config.json", self._config.to_json())
+            try:
+                self._make_folder(config=self._leads)
+            except OSError as error:
+                if not resumes:
+                    raise
+                self._warn_unwritable("files", start, error)
         if self._writes:
             rows, probes = JsonLines(self.folder / "metrics.jsonl"), JsonLines(self.replica_folder / "probe.jsonl")
-            resumes = self._joins or self._config.run.resume != "no"
             if resumes:
-                rows.log({"step": start, "replica": self._place.replica, "resumed": True})
-                probes.log({"outer_step": outer_step, "resumed": True})
+                self._mark(rows, {"step": start, "replica": self._place.replica, "resumed": True}, start)
+                self._mark(probes, {"outer_step": outer_step, "resumed": True}, start)
             trackers: list[Tracker] = [rows]
             if self._config.run.tensorboard:
                 trackers.append(TensorBoard(self.replica_folder, start if resumes else None))
@@ -146,7 +153,10 @@ class Journal:
         self._skipping = not math.isfinite(grad_norm)
         self._bad += self._skipping
         exchanged = outer.optimizer.due(step) and outer.last_report is not None
-        if not (step % self._config.run.log_every == 0 or exchanged or last or self._val_loss is not None):
+        run = self._config.run
+        evaluated = bool(run.eval_every) and step % run.eval_every == 0
+        due = step % run.log_every == 0 or exchanged or evaluated
+        if not (due or last):
             return
         now = time.monotonic()
         skipped, self._skipped = outer.skipped - self._skipped, outer.skipped
@@ -161,6 +171,8 @@ class Journal:
             "tokens": self.tokens(step),
             "tokens_per_second": steps * self._config.replica_step_tokens / seconds,
         }
+        if last and not evaluated:
+            row["at_end"] = "val_loss" if due else "row"
         if routed:
             row["routed"] = list(routed)
         counts = {"redone_steps": self._redone, "bad_steps": self._bad, "skipped_steps": skipped}
@@ -174,7 +186,8 @@ class Journal:
             row |= self._exchange(outer, int(exchange_bytes))
             self._log_probe(outer)
         self._log(step, row)
-        self._losses.clear()
+        if due:
+            self._losses.clear()  # otherwise a run that goes on from here needs them for its next row
         self._save_seconds = 0.0
         self._since, self._logged_step = now, step
 
@@ -210,7 +223,8 @@ class Journal:
     def _log_probe(self, outer: Hook) -> None:
         assert outer.last_probe is not None
         before, after = (probe.tolist() for probe in outer.last_probe)
-        self._probes.log({"outer_step": outer.outer_step, "before": before, "after": after})
+        row = {"outer_step": outer.outer_step, "before": before, "after": after}
+        self._write("probes", self._probes, row, outer.step)
 
     def _exchange(self, outer: Hook, sent_bytes: int) -> dict[str, Any]:
         report = outer.last_report
@@ -236,15 +250,37 @@ class Journal:
     def _log(self, step: int, row: dict[str, Any]) -> None:
         whole = {"step": step, "replica": self._place.replica, **row, "val_loss": self._val_loss}
         self._val_loss = None
+        self._write("rows", self._trackers, dict.fromkeys(COLUMNS) | whole, step)
+
+    def _make_folder(self, *, config: bool) -> None:
+        """The replica's folder and, by replica 0, config.json beside it. Raises OSError."""
+        self.replica_folder.mkdir(parents=True, exist_ok=True)
+        if config and self._place.replica == 0:
+            write_json(self.folder / "config.json", self._config.to_json())
+
+    def _mark(self, file: JsonLines, row: dict[str, Any], step: int) -> None:
+        """Write where the run goes on, at the latest before the next row."""
         try:
-            self._trackers.log(dict.fromkeys(COLUMNS) | whole)
+            file.log(row, keep=True)
         except OSError as error:
-            # A full disk must not end weeks of training.
-            if not self._unwritable:
-                self.warn(f"rows are lost from step {step} on, until {self.folder} can be written again: {error}")
-            self._unwritable = True
+            self._warn_unwritable("marks", step, error)
+
+    def _write(self, what: str, trackers: Trackers, row: dict[str, Any], step: int) -> None:
+        """A full disk must not end weeks of training, nor must somebody who tidies up."""
+        try:
+            if self._writes and not self.replica_folder.is_dir():
+                self.warn(f"{self.replica_folder} was removed or moved away; it is made anew, without what was in it")
+                self._make_folder(config=True)
+            trackers.log(row)
+        except OSError as error:
+            self._warn_unwritable(what, step, error)
         else:
-            self._unwritable = False
+            self._unwritable.discard(what)
+
+    def _warn_unwritable(self, what: str, step: int, error: OSError) -> None:
+        if what not in self._unwritable:
+            self.warn(f"{what} are lost from step {step} on, until {self.folder} can be written again: {error}")
+        self._unwritable.add(what)
 
 
 def _sum_and_count(losses: list[StepLoss]) -> tuple[float, float]:

@@ -6,6 +6,7 @@ A tracker takes rows: dictionaries with at least `step` and `replica`. What a ro
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import math
@@ -13,10 +14,13 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 
 from rich.console import Console
 from rich.progress import Progress, TextColumn
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 Row = Mapping[str, Any]
 
@@ -39,41 +43,62 @@ class JsonLines:
 
     Each row is one write to the end of the file, under a lock where one can be had at once or soon: rows of several
     replicas never mix, also on a network file system that supports POSIX locks, and a process that was suspended
-    while it held the lock holds nobody. A last line that a dying process has cut off is removed first.
+    while it held the lock holds nobody. A last line that a dying process or a full disk has cut off is removed. A file
+    that is removed meanwhile is begun anew.
     """
 
     LOCK_SECONDS = 1.0
 
     def __init__(self, path: Path) -> None:
-        self._file = open(path, "ab+", buffering=0)  # noqa: SIM115 - lives as long as the run
-        with self._locked():
-            self._drop_cut_line()
+        """Nothing is opened before the first row."""
+        self._path = path
+        self._file: BinaryIO | None = None
+        self._kept = b""
 
-    def log(self, row: Row) -> None:
-        line = json.dumps({key: _plain(value) for key, value in row.items()}) + "\n"
+    def log(self, row: Row, *, keep: bool = False) -> None:
+        """Append a row. Raises OSError; with `keep` it then goes before the next row that can be written."""
+        line = (json.dumps({key: _plain(value) for key, value in row.items()}) + "\n").encode()
+        try:
+            self._append(self._kept + line)
+        except OSError:
+            self._kept += line if keep else b""
+            raise
+        self._kept = b""
+
+    def _append(self, lines: bytes) -> None:
+        if self._file is None or identity(self._path) != identity(self._file.fileno()):
+            self.close()
+            self._file = open(self._path, "ab+", buffering=0)  # noqa: SIM115 - lives as long as the run
+            with self._locked():
+                self._drop_cut_line()
         with self._locked():
-            self._file.write(line.encode())
+            end = self._file.seek(0, os.SEEK_END)
+            if self._file.write(lines) < len(lines):
+                self._file.truncate(end)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        locked = self._lock()
+        assert self._file is not None
+        locked = self._lock(self._file)
         try:
             yield
         finally:
             if locked:
                 fcntl.lockf(self._file, fcntl.LOCK_UN)
 
-    def _lock(self) -> bool:
+    def _lock(self, file: BinaryIO) -> bool:
         deadline = time.monotonic() + self.LOCK_SECONDS
         while time.monotonic() < deadline:
             try:
-                fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return True
             except BlockingIOError:
                 time.sleep(0.005)
         return False
 
     def _drop_cut_line(self) -> None:
+        assert self._file is not None
         end = position = self._file.seek(0, os.SEEK_END)
         tail = b""
         while position > 0 and b"\n" not in tail:
@@ -86,25 +111,39 @@ class JsonLines:
             self._file.truncate(whole)
 
     def close(self) -> None:
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
 
 class TensorBoard:
-    """The numeric values of a row as scalars, one event file per replica."""
+    """The numeric values of a row as scalars, one event file per replica; a new one if the folder is removed."""
 
     def __init__(self, folder: Path, start: int | None = None) -> None:
         """`start`: the step that the run goes on from; events of later steps, which it left there, disappear."""
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer = SummaryWriter(str(folder), purge_step=None if start is None else start + 1)
+        self._folder, self._start = folder, start
+        self._writer: SummaryWriter | None = None
+        self._within: tuple[int, int] | None = None
 
     def log(self, row: Row) -> None:
-        for key, value in row.items():
-            if key not in ("step", "replica") and isinstance(value, (int, float)):
-                self._writer.add_scalar(key, value, row["step"])
+        if self._writer is None or identity(self._folder) != self._within:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.close()
+            self._writer = SummaryWriter(str(self._folder), purge_step=None if self._start is None else self._start + 1)
+            self._within = identity(self._folder)
+        try:
+            for key, value in row.items():
+                if key not in ("step", "replica") and isinstance(value, (int, float)):
+                    self._writer.add_scalar(key, value, row["step"])
+        except OSError:
+            self.close()  # a writer that has failed once fails for ever
+            raise
 
     def close(self) -> None:
-        self._writer.close()
+        if self._writer is not None:
+            with contextlib.suppress(OSError):  # of events that were lost before
+                self._writer.close()
+            self._writer = None
 
 
 class ProgressLine:
@@ -169,8 +208,15 @@ class Trackers:
         self._trackers = list(trackers)
 
     def log(self, row: Row) -> None:
+        """Give all of them the row. Raises the first OSError, once every one has had it."""
+        errors = []
         for tracker in self._trackers:
-            tracker.log(row)
+            try:
+                tracker.log(row)
+            except OSError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
     def close(self) -> None:
         for tracker in self._trackers:
@@ -181,8 +227,8 @@ def read_rows(path: Path, counter: str = "step") -> list[dict[str, Any]]:
     """The rows of a metrics.jsonl (or of another file whose rows count by `counter`), in file order, as one run.
 
     A run that was resumed at `counter` c begins there with a row that says "resumed": true. Such rows are left out, and
-    with them what the replica had written beyond c before (all of it, where c is 0: the run began anew). A last
-    line cut off by a killed process is left out.
+    with them what the replica had written beyond c before (all of it, where c is 0: the run began anew), and what it
+    had written at c only because the run ended there (`at_end`). A last line cut off by a killed process is left out.
     """
     rows: dict[int, dict[str, Any]] = {}
     of_replica: dict[Any, list[int]] = {}
@@ -191,10 +237,33 @@ def read_rows(path: Path, counter: str = "step") -> list[dict[str, Any]]:
         if row.get("resumed"):
             while own and (rows[own[-1]][counter] > row[counter] or row[counter] == 0):
                 del rows[own.pop()]
+            if own and rows[own[-1]][counter] == row[counter]:
+                _undo_end(rows, own)
             continue
         own.append(number)
         rows[number] = row
     return list(rows.values())
+
+
+def _undo_end(rows: dict[int, dict[str, Any]], own: list[int]) -> None:
+    """The run went on after a replica's last row: leave out what it would not have had without the end."""
+    last = rows[own[-1]]
+    if last.get("at_end") == "row":
+        del rows[own.pop()]
+    elif last.get("at_end") == "val_loss":
+        last |= {"val_loss": None, "at_end": None}
+
+
+def identity(file: Path | int) -> tuple[int, int] | None:
+    """What tells a file or folder (by path or descriptor) from another one that takes its place; None: there is none.
+
+    Raises OSError where that can't be found out.
+    """
+    try:
+        found = os.stat(file)
+    except FileNotFoundError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:

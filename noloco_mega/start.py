@@ -19,13 +19,14 @@ OWN_CHOICE = ("seq_length", "init_method_std")
 
 
 @torch.no_grad()
-def initial_weights(model: GPTModel, world: ReplicaWorld, config: Config) -> None:
+def initial_weights(model: GPTModel, world: ReplicaWorld, config: Config, *, resumed: bool = False) -> None:
     """Write θ0 into a stage's parameters: the same on every replica, whatever T, S and D are.
 
-    With run.init_from this rank's slices are taken out of that folder's tensors, one tensor at a time. Raises
+    A run that is `resumed` draws them from the seed, and its checkpoint will replace them; otherwise with
+    run.init_from this rank's slices are taken out of that folder's tensors, one tensor at a time. Raises
     CheckpointError where the folder is damaged or holds another model, naming the fields that differ.
     """
-    if config.run.init_from is None:
+    if config.run.init_from is None or resumed:
         parameters.initialise(model, world, config.run.seed, config.model.init_method_std)
         return
     weights = SavedReplica(Path(config.run.init_from))

@@ -60,7 +60,7 @@ def _train(config: Config, place: Place, run: Connection, stack: contextlib.Exit
     keeper = Keeper(config, place, run, loader, journal, view_log)
 
     model = build_stage(config.model, config.topology, run.world, torch.bfloat16 if config.bf16 else torch.float32)
-    start.initial_weights(model, run.world, config)
+    start.initial_weights(model, run.world, config, resumed=keeper.resumed)
     peers = run.meet(fingerprint(model), loader.digest(), view_log)
     steering = run.steering
     requests = stack.enter_context(stop_requests())  # until here a signal simply ends the process

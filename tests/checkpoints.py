@@ -22,7 +22,7 @@ def content(value: float, rank: int = 0, ranks: int = 1) -> RankContent:
     )
 
 
-def facts(config, step: int, replica: int, **changes):
+def facts(config, step: int, replica: int, /, **changes):
     return {
         "step": step,
         "replica": replica,
@@ -36,7 +36,7 @@ def facts(config, step: int, replica: int, **changes):
     }
 
 
-def save(root, config, step: int, replica: int, value: float | None = None, **changes):
+def save(root, config, step: int, replica: int, value: float | None = None, /, **changes):
     """Replica `replica` saves `step`: files of all its ranks, full of step + replica unless told otherwise."""
     folders = Checkpoints(root, replica, config.topology.replicas)
     ranks = config.topology.grid().replica_size

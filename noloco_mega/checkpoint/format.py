@@ -38,6 +38,8 @@ from noloco_mega.model.parameters import ParameterSlices
 
 FORMAT = 2
 MANIFEST = "manifest.json"
+WRITE_BYTES = 16 << 20
+"""After each such piece of a file the disk is set to work on it."""
 
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64", torch.uint8: "U8"}
 """safetensors' names of the dtypes that are written."""
@@ -106,11 +108,12 @@ def write_rank(draft: Path, rank: int, content: RankContent) -> None:
     path = draft / file_name(rank)
     head = _header(content.tensors)
     tensors, crcs, offset = [], [], len(head)
-    with open(path, "wb", buffering=0) as file, ThreadPoolExecutor(len(content.tensors) or 1) as checksums:
+    # One thread takes the checksums: more of them would take the processor from the one that writes, and from training.
+    with open(path, "wb", buffering=0) as file, ThreadPoolExecutor(1) as checksums:
         _write_whole(file, memoryview(head))
         for stored in content.tensors:
             data = bytes_of(stored.tensor)
-            # Both let go of the interpreter, so that the sums cost no time where the disk is the slower one.
+            # Both let go of the interpreter, so that the sums cost no time where writing is the slower one.
             crcs.append(checksums.submit(zlib.crc32, data))
             _write_whole(file, data)
             tensors.append(
@@ -127,7 +130,11 @@ def write_rank(draft: Path, rank: int, content: RankContent) -> None:
         os.fsync(file.fileno())
         for entry, crc in zip(tensors, crcs, strict=True):
             entry["crc"] = crc.result()
-    write_synced(_part_path(draft, rank), json.dumps(part_of(rank, head, offset, tensors, content)))
+    part = _part_path(draft, rank)
+    unfinished = part.with_suffix(".draft")
+    # Not synced: it is read again by this run only, never after a power failure.
+    unfinished.write_text(json.dumps(part_of(rank, head, offset, tensors, content)))
+    os.replace(unfinished, part)
 
 
 def part_of(
@@ -157,10 +164,9 @@ def parts_missing(draft: Path, ranks: Sequence[int]) -> bool:
 def commit(draft: Path, folder: Path, ranks: Sequence[int], facts: Mapping[str, Any]) -> None:
     """Make a whole draft the folder, in place of an older one. Raises OSError; the older one is then still there."""
     parts = [json.loads(_part_path(draft, rank).read_text()) for rank in ranks]
-    write_manifest(draft, parts, facts)
     for rank in ranks:
         _part_path(draft, rank).unlink()
-    sync(draft)
+    write_manifest(draft, parts, facts)  # which syncs the draft, with the names of all ranks' files
     old = folder.with_name(f".{folder.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():
@@ -228,5 +234,10 @@ def _header(tensors: Sequence[Stored]) -> bytes:
 
 
 def _write_whole(file: BinaryIO, data: memoryview) -> None:
+    """Append to a file. The kernel begins to write each piece out at once, not only when it is synced, and lets go of
+    what is written: a checkpoint that is not read again must not drive from memory what training reads."""
     while data:
-        data = data[file.write(data) :]
+        start = file.tell()
+        count = file.write(data[:WRITE_BYTES])
+        os.posix_fadvise(file.fileno(), start, count, os.POSIX_FADV_DONTNEED)
+        data = data[count:]

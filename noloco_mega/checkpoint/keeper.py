@@ -1,19 +1,21 @@
 """How does the training loop keep its state? One object that brings it back at the start and saves it on the way.
 
-keeper = Keeper(config, place, run, loader, journal, view_log)    before the model: chooses and verifies a checkpoint
-step = keeper.begin(engine, outer, peers)                         after it: restores, and opens the journal there
+keeper = Keeper(config, place, run, loader, journal, view_log)    before the model: chooses a checkpoint
+step = keeper.begin(engine, outer, peers)                         after it: verifies, restores, opens the journal there
 keeper.save(step)                                                 whenever keeper.due(step), and at the end
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from noloco_mega.bootstrap import Connection
 from noloco_mega.checkpoint import resume
 from noloco_mega.checkpoint.donation import Donated, DonationFailed
 from noloco_mega.checkpoint.folders import Checkpoints
+from noloco_mega.checkpoint.reader import SavedReplica
 from noloco_mega.checkpoint.saver import Saver
 from noloco_mega.checkpoint.state import RankState
 from noloco_mega.comm.control import NEVER
@@ -38,7 +40,10 @@ class Keeper:
     def __init__(
         self, config: Config, place: Place, run: Connection, loader: Loader, journal: Journal, view_log: list[View]
     ) -> None:
-        """Choose where to begin, and let `view_log` say what it was there. Raises CheckpointError."""
+        """Choose where to begin, and let `view_log` say what it was there. Raises CheckpointError.
+
+        `begin` changes `view_log` once more if it finds a file damaged and takes an older checkpoint.
+        """
         self._config, self._place, self._run, self._journal = config, place, run, journal
         digest = loader.digest()
         self.facts = {
@@ -51,25 +56,34 @@ class Keeper:
         self._folders = Checkpoints(config.output / "checkpoints", place.replica, config.topology.replicas)
         self._view_log = view_log
         # A live replica's state wins over whatever lies on this one's disk.
-        self._start = resume.Start() if run.joins else resume.choose(config, place, run, self._folders, digest)
-        if self._start.resumed:
-            view_log[:] = self._start.view_log
+        self._choice = None if run.joins else resume.Choice(config, place, run, self._folders, digest)
+        self._follow_views()
 
     @property
     def resumed(self) -> bool:
         """Whether the run goes on from a state that it had."""
-        return self._start.resumed or self._run.joins
+        return self._choice is None or self._choice.start.resumed
 
     def begin(self, engine: DeepSpeedEngine, outer: Hook, peers: Peers) -> int:
-        """Restore what was chosen, and open the journal there. Collective over the replica.
+        """Restore what was chosen, or an older one if that is damaged, and open the journal there.
 
-        Returns the inner steps done. Raises CheckpointError or OSError.
+        Collective over the replica, and waits for all replicas. Returns the inner steps done. Raises CheckpointError or
+        OSError.
         """
-        start, run, journal = self._start, self._run, self._journal
+        run, journal = self._run, self._journal
         self._state, self._outer, self._peers = RankState(engine, outer, run.world), outer, peers
-        if run.joins:
+        if self._choice is None:
             return self._join()
-        losses = self._state.restore(start.sources) if start.resumed else []
+        losses: list[tuple[float, int]] = []
+
+        def load(sources: Sequence[SavedReplica]) -> None:
+            losses[:] = self._state.restore(sources)
+
+        self._choice.take(load)
+        start = self._choice.start
+        self._follow_views()
+        if start.resumed:
+            self._state.publish()
         resume.begin(start, run, self._folders)
         journal.begin(start.step, outer.outer_step, losses, outer.skipped)
         if run.leads and self._place.replica == 0:
@@ -153,6 +167,10 @@ class Keeper:
         content = self._state.collect(self._journal.pending())
         facts = {"tokens": self._journal.tokens(step), "losses": dict(self._journal.last)}
         self._journal.saved(self._saver.save(step, content, facts))
+
+    def _follow_views(self) -> None:
+        if self._choice is not None and self._choice.start.resumed:
+            self._view_log[:] = self._choice.start.view_log
 
     def close(self) -> None:
         """Finish writing. Collective over the replica."""

@@ -1,7 +1,7 @@
 """What does a saved replica hold? Any box of any tensor, read back from the files of whatever topology wrote them.
 
-A box is a range of the unsharded parameter; the slices that overlap it are found in the manifest, and only those are
-read. Nothing is returned from a file whose checksums have not been verified.
+A box is a range of the unsharded parameter; the slices that overlap it are found in the manifest, and of those only the
+rows that it needs are read. Nothing is returned from a file whose checksums have not been verified.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import math
 import zlib
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from itertools import accumulate, repeat
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -21,10 +21,10 @@ from noloco_mega.checkpoint.format import FORMAT, MANIFEST, CheckpointError, con
 from noloco_mega.comm.transfer import bytes_of
 from noloco_mega.model.parameters import Ranges
 
-CHUNK_BYTES = 1 << 20
-"""Read at once while checksums are verified: stays in a core's cache."""
-READERS = 4
-"""Regions of one file that are verified at once: some wait for the disk while others are summed."""
+CHUNK_BYTES = 4 << 20
+"""Read at once; summed on another thread while the next chunk is read."""
+CHUNKS_BEHIND = 2
+"""That wait for their sum, or are in it."""
 
 Part = dict[str, Any]
 
@@ -79,13 +79,22 @@ class SavedReplica:
         return list(dict.fromkeys(name for part in self.parts for name in part["parameters"]))
 
     def verify(self, part: Part) -> None:
-        """Read one file whole and compare its checksums. Raises CheckpointError naming it."""
-        if part["file"] in self._verified:
-            return
+        """Read one file whole and compare its checksums, if that has not been done yet. Raises CheckpointError."""
+        if part["file"] not in self._verified:
+            self.load(part, {})
+
+    def load(self, part: Part, targets: Mapping[str, torch.Tensor]) -> None:
+        """Read one file whole, once: the tensors that `targets` names by key into these (contiguous, on the CPU), the
+        others for their checksums only. Raises CheckpointError naming the file; the targets may be overwritten then.
+        """
         path = self.folder / part["file"]
-        sizes = [part["header_bytes"], *(_bytes(tensor) for tensor in part["tensors"])]
+        regions: list[tuple[int, memoryview | None]] = [(part["header_bytes"], None)]
+        for tensor in part["tensors"]:
+            target = targets.get(tensor["key"])
+            assert target is None or (target.dtype, target.numel()) == (_dtype(tensor), tensor["numel"])
+            regions.append((_bytes(tensor), None if target is None else bytes_of(target)))
         try:
-            header_crc, *crcs = _checksums(path, sizes)
+            header_crc, *crcs = _read_summed(path, regions)
         except (OSError, EOFError) as error:
             raise CheckpointError(f"{path} can't be read: {error}") from error
         bad = [t["key"] for t, crc in zip(part["tensors"], crcs, strict=True) if t["crc"] != crc]
@@ -128,20 +137,21 @@ class SavedReplica:
         answer: torch.Tensor | None = None
         filled = torch.zeros(shape, dtype=torch.bool)
         for pieces, holders in self._slices(name):
-            if not any(_overlap(whole, box) for _, whole in pieces):
-                continue
-            local = self._local(name, kind, pieces, holders)
-            if len(pieces) == 1 and list(local.shape) == shape and _overlap(pieces[0][1], box) == tuple(box):
-                return local  # the very box: a copy would take as much memory again
-            if answer is None:
-                answer = torch.empty(filled.shape, dtype=local.dtype)
             for inside, whole in pieces:
                 common = _overlap(whole, box)
-                if common:
-                    to = _index(common, [start for start, _ in box])
-                    at = [place[0] - start[0] for place, start in zip(whole, inside, strict=True)]
-                    answer[to] = local[_index(common, at)]
-                    filled[to] = True
+                if common is None:
+                    continue
+                # The local place of the common box, and the whole rows of the local tensor that it lies in.
+                at = _shifted(common, whole, inside)
+                extents = [max(local[dim][1] for local, _ in pieces) for dim in range(len(inside))]
+                rows = self._rows(name, kind, at[0], extents, holders)
+                if list(rows.shape) == shape and common == tuple(box):
+                    return rows  # the very box: a copy would take as much memory again
+                if answer is None:
+                    answer = torch.empty(shape, dtype=rows.dtype)
+                to = _index(common, [start for start, _ in box])
+                answer[to] = rows[_index(at, [at[0][0], *(0 for _ in at[1:])])]
+                filled[to] = True
         if answer is None or not bool(filled.all()):
             raise CheckpointError(f"{self.folder} holds only a part of {name} ({kind})")
         return answer
@@ -177,8 +187,13 @@ class SavedReplica:
         for text, holders in found.items():
             yield json.loads(text), holders
 
-    def _local(self, name: str, kind: str, pieces: list[tuple[Ranges, Ranges]], holders: list[Part]) -> torch.Tensor:
-        """One local tensor of a parameter, put together from the data ranks (or copies) that hold parts of it."""
+    def _rows(
+        self, name: str, kind: str, rows: tuple[int, int], extents: Sequence[int], holders: Sequence[Part]
+    ) -> torch.Tensor:
+        """Some rows (along dim 0) of a local tensor of these extents, put together from the data ranks (or copies) that
+        hold parts of it."""
+        row = math.prod(extents[1:])
+        first, end = rows[0] * row, rows[1] * row
         spans = sorted(
             (offset, numel, index, tensor_offset, position)
             for index, part in enumerate(holders)
@@ -187,23 +202,30 @@ class SavedReplica:
             for other, tensor_offset, offset, numel in part["layouts"][tensor["layout"]]
             if other == name
         )
-        shape = [max(local[dim][1] for local, _ in pieces) for dim in range(len(pieces[0][0]))]
         flat: torch.Tensor | None = None
-        done = 0
+        done = first
         for offset, numel, index, tensor_offset, position in spans:
+            stop = min(offset + numel, end)
             if offset > done:
                 break
-            if offset + numel <= done:
-                continue  # a copy on another rank
+            if stop <= done:
+                continue  # before the rows, behind them, or a copy on another rank
             part = holders[index]
             tensor = part["tensors"][position]
             if flat is None:
-                flat = torch.empty(math.prod(shape), dtype=_dtype(tensor))
-            self.read(part, tensor, tensor_offset + done - offset, flat[done : offset + numel])
-            done = offset + numel
-        if flat is None or done != flat.numel():
+                flat = torch.empty(end - first, dtype=_dtype(tensor))
+            self.read(part, tensor, tensor_offset + done - offset, flat[done - first : stop - first])
+            done = stop
+        if flat is None or done != end:
             raise CheckpointError(f"{self.folder} holds only a part of {name} ({kind}): a rank's file is not in it")
-        return flat.view(shape)
+        return flat.view(rows[1] - rows[0], *extents[1:])
+
+
+def verify_share(replicas: Sequence[SavedReplica], rank: int, ranks: int) -> None:
+    """Verify the share of the replicas' files that falls to `rank` of `ranks`. Raises CheckpointError."""
+    for replica in replicas:
+        for part in replica.parts[rank::ranks]:
+            replica.verify(part)
 
 
 def mean_tensor(replicas: Sequence[SavedReplica], name: str) -> torch.Tensor:
@@ -230,28 +252,37 @@ def _overlap(one: Ranges, other: Ranges) -> Ranges | None:
     return common if all(start < stop for start, stop in common) else None
 
 
+def _shifted(box: Ranges, origin: Ranges, to: Ranges) -> Ranges:
+    """A box within `origin`, seen from where that box begins in `to`."""
+    return tuple((a - o[0] + t[0], b - o[0] + t[0]) for (a, b), o, t in zip(box, origin, to, strict=True))
+
+
 def _index(box: Ranges, origin: Sequence[int]) -> tuple[slice, ...]:
     """The index of a box in a tensor whose first element sits at `origin`."""
     return tuple(slice(start - zero, stop - zero) for (start, stop), zero in zip(box, origin, strict=True))
 
 
-def _checksums(path: Path, sizes: Sequence[int]) -> list[int]:
-    """The CRC-32 of each of a file's consecutive regions, several regions at once."""
-    starts = [0, *accumulate(sizes)]
-    with ThreadPoolExecutor(READERS) as readers:
-        return list(readers.map(_checksum, repeat(path), starts, sizes))
+def _read_summed(path: Path, regions: Sequence[tuple[int, memoryview | None]]) -> list[int]:
+    """Read a file's consecutive regions (size in bytes, and where to, None: nowhere); the CRC-32 of each."""
+    crcs = [0] * len(regions)
 
+    def add(region: int, chunk: memoryview) -> None:
+        crcs[region] = zlib.crc32(chunk, crcs[region])
 
-def _checksum(path: Path, start: int, size: int) -> int:
-    buffer, crc = memoryview(bytearray(min(size, CHUNK_BYTES))), 0
-    with open(path, "rb", buffering=0) as file:
-        file.seek(start)
-        while size:
-            chunk = buffer[: min(size, CHUNK_BYTES)]
-            _read_whole(file, chunk)
-            crc = zlib.crc32(chunk, crc)
-            size -= len(chunk)
-    return crc
+    spare = min(CHUNK_BYTES, max((size for size, target in regions if target is None), default=0))
+    scratch = deque(memoryview(bytearray(spare)) for _ in range(CHUNKS_BEHIND + 1))
+    behind: deque[Future[None]] = deque()
+    with open(path, "rb", buffering=0) as file, ThreadPoolExecutor(1) as summing:
+        for region, (size, target) in enumerate(regions):
+            for start in range(0, size, CHUNK_BYTES):
+                stop = min(start + CHUNK_BYTES, size)
+                chunk = scratch[0][: stop - start] if target is None else target[start:stop]
+                _read_whole(file, chunk)
+                behind.append(summing.submit(add, region, chunk))
+                scratch.rotate()
+                if len(behind) > CHUNKS_BEHIND:
+                    behind.popleft().result()
+    return crcs
 
 
 def _read_whole(file: BinaryIO, target: memoryview) -> None:

@@ -1,12 +1,12 @@
 """Which checkpoint does a run go on from, and which of its replicas does each replica take over?
 
     every leader     announces the steps that it could go on from: whole manifests, files of the right sizes
-    everybody        picks the same step from what all have announced
-    every rank       verifies the checksums of its share of the files
+    everybody        picks the same step from what all have announced, and learns whether it fits all configurations
+    every rank       once it has a model: reads its state into it, verifying its share of the files (`Choice.take`)
     every leader     announces whether a file was bad; "auto" then tries the next older step, a named step is an error
     every leader     sets newer steps aside, once everything else has worked (`begin`)
 
-Nothing on disk is touched before that.
+Nothing on disk is touched before that, and nobody trains from a step before all replicas have verified it.
 
 Replica i of N takes over replica i of the N' that have saved. With more replicas than that (N > N') the new ones copy
 replica i mod N'. With fewer, run.shrink says whether the rest is dropped, or merged: replica i then takes the mean over
@@ -15,14 +15,14 @@ j ≡ i (mod N) of masters, moments, φ and δ.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from noloco_mega.checkpoint.folders import Checkpoints, Seen, step_name
 from noloco_mega.checkpoint.format import CheckpointError
 from noloco_mega.checkpoint.reader import SavedReplica
-from noloco_mega.config import Config
+from noloco_mega.config import Config, with_defaults
 from noloco_mega.grid import Place
 from noloco_mega.plan.views import View
 
@@ -56,51 +56,81 @@ class Start:
     resumed: bool = False
     """Whether there is a state to take over."""
     sources: Sequence[SavedReplica] = ()
-    """The saved replicas that this one takes over: one, or several to merge. Their files are verified."""
+    """The saved replicas that this one takes over: one, or several to merge."""
     view_log: Sequence[View] = ()
     """The run's views so far, and the one that begins here if the replicas are others."""
     notes: Sequence[str] = field(default_factory=tuple)
     """What the user should know, in sentences."""
 
 
-def choose(config: Config, place: Place, directory: Directory, folders: Checkpoints, data: str) -> Start:
-    """Agree on the step that config.run.resume asks for, and verify it. Every rank of every replica calls it.
+class Choice:
+    """The step that config.run.resume asks for, agreed on by all. Every rank of every replica makes the same calls."""
 
-    `data` is the hash of the run's token files. Raises CheckpointError where it can't be had, or the configuration
-    does not fit it; nothing is changed on disk then.
-    """
-    request = config.run.resume
-    seen: dict[int, Seen] = {} if request == "no" else folders.seen()
-    offers = directory.ask_leaders("checkpoints", _offer(config, place.replica, seen))
-    others = [replica for replica, offer in offers.items() if offer["asked"] != str(request)]
-    if str(request) != offers[place.replica]["asked"] or others:
-        raise CheckpointError(
-            f"replica {place.replica} was started with run.resume = {request}, replica "
-            f"{', '.join(map(str, others))} with another one; start all of them alike"
-        )
-    notes: list[str] = []
-    rejected: set[int] = set()
-    while (step := _pick(request, offers, rejected, notes)) != NOTHING:
-        sources, own = _take(config, place, seen, step)
-        told = directory.ask_siblings(f"checked {step}", own or _verify(config, place, sources))
-        mine = next((verdict for verdict in told if verdict["bad"]), GOOD)
-        verdicts = directory.ask_leaders(f"verified {step}", mine)
-        problems = {replica: verdict for replica, verdict in verdicts.items() if verdict["bad"]}
+    def __init__(self, config: Config, place: Place, directory: Directory, folders: Checkpoints, data: str) -> None:
+        """Choose a step, by manifests and sizes; `data` is the hash of the run's token files.
+
+        Raises CheckpointError where none can be had, or the configuration does not fit it.
+        """
+        self._config, self._place, self._directory, self._folders = config, place, directory, folders
+        self._data = data
+        self._notes: list[str] = []
+        self._rejected: set[int] = set()
+        request = config.run.resume
+        self._seen: dict[int, Seen] = {} if request == "no" else folders.seen()
+        self._offers = directory.ask_leaders("checkpoints", _offer(config, place.replica, self._seen))
+        others = [replica for replica, offer in self._offers.items() if offer["asked"] != str(request)]
+        if str(request) != self._offers[place.replica]["asked"] or others:
+            raise CheckpointError(
+                f"replica {place.replica} was started with run.resume = {request}, replica "
+                f"{', '.join(map(str, others))} with another one; start all of them alike"
+            )
+        self.start = self._propose()
+        """Where the run begins, unless `take` finds a file damaged."""
+
+    def take(self, load: Callable[[Sequence[SavedReplica]], object]) -> None:
+        """Let `load` read the chosen sources, on all ranks at once; where it raises CheckpointError on any of them,
+        choose an older step and try again. `load` must not wait for other ranks.
+
+        Raises CheckpointError where no step can be read.
+        """
+        while self.start.resumed:
+            verdict = GOOD
+            try:
+                load(self.start.sources)
+            except CheckpointError as error:
+                verdict = {"bad": str(error)[:PROBLEM_CHARACTERS], "final": False}
+            if self._all_good("read", self.start.step, verdict):
+                return
+            self.start = self._propose()
+
+    def _propose(self) -> Start:
+        """The newest step that has not been rejected and fits."""
+        while (step := _pick(self._config.run.resume, self._offers, self._rejected, self._notes)) != NOTHING:
+            sources, misfit = _sources(self._config, self._place, self._seen, step)
+            if self._all_good("fits", step, misfit or GOOD):
+                return _start(self._config, step, sources, self._data, self._notes)
+        if self._rejected:
+            raise CheckpointError(
+                f"none of the checkpoints in {self._folders.root} can be used, and starting anew would give them up: "
+                + "; ".join(self._notes)
+            )
+        return Start(notes=self._notes)
+
+    def _all_good(self, question: str, step: int, verdict: Verdict) -> bool:
+        """Whether all ranks of all replicas say so of a step; it is rejected otherwise. Raises CheckpointError where an
+        older one is not wanted, or would be no better."""
+        told = self._directory.ask_siblings(f"{question} {step}", verdict)
+        mine = next((each for each in told if each["bad"]), GOOD)
+        verdicts = self._directory.ask_leaders(f"all {question} {step}", mine)
+        problems = {replica: each for replica, each in verdicts.items() if each["bad"]}
         if not problems:
-            for source in sources:
-                source.take_as_verified()
-            return _start(config, step, sources, data, notes)
-        text = "; ".join(f"replica {replica}: {verdict['bad']}" for replica, verdict in problems.items())
-        if request not in ("auto", "newest") or any(verdict["final"] for verdict in problems.values()):
+            return True
+        text = "; ".join(f"replica {replica}: {each['bad']}" for replica, each in problems.items())
+        if self._config.run.resume not in ("auto", "newest") or any(each["final"] for each in problems.values()):
             raise CheckpointError(f"cannot resume from {step_name(step)}: {text}")
-        notes.append(f"{step_name(step)} can't be used, trying an older one: {text}")
-        rejected.add(step)
-    if rejected:
-        raise CheckpointError(
-            f"none of the checkpoints in {folders.root} can be used, and starting anew would give them up: "
-            + "; ".join(notes)
-        )
-    return Start(notes=notes)
+        self._notes.append(f"{step_name(step)} can't be used, trying an older one: {text}")
+        self._rejected.add(step)
+        return False
 
 
 def begin(start: Start, directory: Directory, folders: Checkpoints) -> None:
@@ -173,7 +203,7 @@ def _pick(request: str | int, offers: Mapping[int, Mapping[str, Any]], rejected:
     return choice
 
 
-def _take(
+def _sources(
     config: Config, place: Place, seen: Mapping[int, Seen], step: int
 ) -> tuple[list[SavedReplica], Verdict | None]:
     """The saved replicas that this one takes over from a step, or why it can't."""
@@ -201,18 +231,6 @@ def _nearest(replica: int, found: Seen) -> int:
     return min(found.replicas, key=lambda other: (abs(other - replica), other))
 
 
-def _verify(config: Config, place: Place, sources: Sequence[SavedReplica]) -> Verdict:
-    """Check this rank's share of the files."""
-    rank, ranks = config.topology.grid().replica_rank(place), config.topology.grid().replica_size
-    try:
-        for source in sources:
-            for part in source.parts[rank::ranks]:
-                source.verify(part)
-    except CheckpointError as error:
-        return {"bad": str(error)[:PROBLEM_CHARACTERS], "final": False}
-    return GOOD
-
-
 def _start(config: Config, step: int, sources: Sequence[SavedReplica], data: str, notes: Sequence[str]) -> Start:
     manifest = sources[0].manifest
     view_log = [View(from_step, tuple(members)) for from_step, members in manifest["view_log"]]
@@ -230,11 +248,11 @@ def _saved_replicas(found: Seen) -> int:
 
 def _other_run(config: Config, saved: SavedReplica) -> str | None:
     """Names every field in which the saved run differs so that its state means something else."""
-    before, now = saved.manifest["config"], config.to_json()
+    before, now = with_defaults(saved.manifest["config"]), config.to_json()
     fields = {f"model.{key}": (before["model"].get(key), value) for key, value in now["model"].items()}
     fields["run.seed"] = (before["run"]["seed"], now["run"]["seed"])
     for key in ("optimizer", "inner_steps"):
-        fields[f"noloco.{key}"] = (before["noloco"][key], now["noloco"][key])
+        fields[f"noloco.{key}"] = (before["noloco"].get(key), now["noloco"][key])
     # The position in the data is counted in these.
     fields["samples per inner step and replica"] = (saved.manifest["replica_batch_size"], config.replica_batch_size)
     different = [f"{name} ({old} there, {new} here)" for name, (old, new) in fields.items() if old != new]
@@ -244,7 +262,7 @@ def _other_run(config: Config, saved: SavedReplica) -> str | None:
 def _changes(config: Config, manifest: Mapping[str, Any], data: str) -> list[str]:
     """In which fields the run goes on differently, in one sentence."""
     ignored = {"run.resume", "run.shrink", "run.directory"}
-    before, now = _flattened(manifest["config"]), _flattened(config.to_json())
+    before, now = _flattened(with_defaults(manifest["config"])), _flattened(config.to_json())
     changed = [
         f"{key} {before.get(key, 'absent')} -> {now.get(key, 'absent')}"
         for key in sorted(before.keys() | now.keys())

@@ -12,21 +12,24 @@ Kinds of flat tensors, each of the shape [P] of a master and all of one layout:
 Numbers: the inner optimizer's step, counters of the engine and of the outer optimizer's hook, the losses that wait for
 the journal's next row. Torch's random generators are kept as tensors of no layout, of the kind "rng".
 
-A rank whose slices are those of the one that saved reads its file back as it is. Any other topology puts each master
-together from the boxes that it needs, one parameter at a time; padding stays zero.
+A rank whose slices are those of the one that saved reads its file back as it is: once, straight into the live tensors,
+summing it on the way. Any other topology verifies its share of the files, then puts each master together from the rows
+that it needs, one parameter at a time; padding stays zero. Random generators are then left as they are: the states of
+T·S·D ranks say nothing about other ones, and training draws nothing from them (there is no dropout; the weights at step
+0, routes, pairs and samples are functions of seeds and places).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from noloco_mega.checkpoint.donation import Donated, RankShape
 from noloco_mega.checkpoint.format import CheckpointError, RankContent, Span, Stored, described
-from noloco_mega.checkpoint.reader import Part, SavedReplica
+from noloco_mega.checkpoint.reader import Part, SavedReplica, verify_share
 from noloco_mega.comm.groups import ReplicaWorld
 from noloco_mega.engine.weights import Masters
 from noloco_mega.model.parameters import ParameterSlices, parameter_slices
@@ -86,26 +89,34 @@ class RankState:
 
     @torch.no_grad()
     def restore(self, sources: Sequence[SavedReplica]) -> list[tuple[float, int]]:
-        """Take over what `sources` hold; with several of them the mean of every tensor. Collective over the replica.
+        """Read what `sources` hold into the live state; with several of them the mean of every tensor.
 
-        The sources' files have been verified. Returns the losses for the journal. Raises CheckpointError.
+        Verifies this rank's share of the files as it goes. The model's own weights follow with `publish`, once all
+        ranks have succeeded; until then another restore may replace this one. Returns the losses for the journal.
+        Raises CheckpointError naming a damaged file; the live state is then a mixture, and good for another restore
+        only.
         """
         part = self._same_slices(sources)
         kinds = sources[0].kinds
         numbers = (part or sources[0].parts[0])["numbers"]
-        for kind, index, target in self._targets(kinds):
-            self._fill(kind, index, target, sources, part)
-        outer: Flat = {}
-        for kind in kinds:
-            if kind.startswith("outer."):
-                outer[kind] = [torch.zeros_like(master) for master in self._masters.tensors]
-                for index, target in enumerate(outer[kind]):
-                    self._fill(kind, index, target, sources, part)
-        self._finish(numbers, outer)
-        if part is None:
-            return self._spread_losses(sources[0])
-        self._set_generators(sources[0], part)
-        return [(total, count) for total, count in numbers["losses"]]
+        self._forget(kinds, numbers)
+        targets = self._targets(kinds)
+        if part is not None:
+            self._load(sources[0], part, targets)
+        else:
+            grid = self._world.grid
+            verify_share(sources, grid.replica_rank(self._world.place), grid.replica_size)
+            for source in sources:
+                source.take_as_verified()  # what others find wrong keeps this state from being used
+            for kind, tensors in targets.items():
+                for index, target in enumerate(tensors):
+                    self._assemble(kind, index, target, sources)
+        self._finish(numbers, targets)
+        return self._spread_losses(sources[0]) if part is None else [(t, count) for t, count in numbers["losses"]]
+
+    def publish(self) -> None:
+        """Make the model's weights follow what was restored. Collective over the replica."""
+        self._masters.publish()
 
     def shape(self) -> RankShape:
         """What a state must be like for this rank to adopt it."""
@@ -127,24 +138,28 @@ class RankState:
         if reason is not None:
             raise CheckpointError(f"the state of replica {donated.replica} is not for this rank: {reason}")
         kinds = list(dict.fromkeys(entry["kind"] for entry in donated.entries))
-        for state, numbers in zip(self._live_inner_states(), donated.numbers["inner"], strict=True):
-            for key in state.keys() - kinds - numbers.keys():
-                del state[key]
-        for kind, index, target in self._targets(kinds):
-            target.copy_(donated.tensors[f"{kind}.{index}"])
-        indices = range(len(self._masters.tensors))
-        outer = {kind: [donated.tensors[f"{kind}.{i}"] for i in indices] for kind in kinds if kind.startswith("outer.")}
-        self._finish(donated.numbers, outer)
+        self._forget(kinds, donated.numbers)
+        targets = self._targets(kinds)
+        for kind, tensors in targets.items():
+            for index, target in enumerate(tensors):
+                target.copy_(donated.tensors[f"{kind}.{index}"])
+        self._finish(donated.numbers, targets)
+        self.publish()
 
-    def _finish(self, numbers: Mapping[str, Any], outer: Flat) -> None:
-        """What follows the masters and the inner optimizer's tensors: numbers, the outer state, the model's weights."""
+    def _forget(self, kinds: Sequence[str], numbers: Mapping[str, Any]) -> None:
+        """Drop what the inner optimizer keeps and the state to come does not."""
+        for state, coming in zip(self._live_inner_states(), numbers["inner"], strict=True):
+            for key in state.keys() - set(kinds) - coming.keys():
+                del state[key]
+
+    def _finish(self, numbers: Mapping[str, Any], targets: Flat) -> None:
+        """What follows the flat tensors: numbers, and that the outer optimizer takes its own."""
         self._set_inner_numbers(numbers["inner"])
         hook = numbers["hook"]
-        state = {**hook["optimizer"], **{kind.removeprefix("outer."): tensors for kind, tensors in outer.items()}}
-        self._outer.load_state_dict({**hook, "optimizer": state})
+        outer = {kind.removeprefix("outer."): flat for kind, flat in targets.items() if kind.startswith("outer.")}
+        self._outer.load_state_dict({**hook, "optimizer": {**hook["optimizer"], **outer}})
         for name in COUNTERS:
             setattr(self._engine, name, numbers["engine"][name])
-        self._masters.publish()
 
     def _numbers_misfit(self, numbers: Mapping[str, Any]) -> str | None:
         """Why numbers can't be a rank's like this one; None if they can."""
@@ -208,14 +223,23 @@ class RankState:
     def _live_inner_states(self) -> list[dict[str, Any]]:
         return [self._engine.basic_optimizer.state[master] for master in self._masters.tensors]
 
-    def _targets(self, kinds: Sequence[str]) -> Iterator[tuple[str, int, torch.Tensor]]:
-        """The live tensors of the masters and of the inner optimizer, the latter's made where there are none yet."""
+    def _targets(self, kinds: Sequence[str]) -> Flat:
+        """Where each kind goes: the live tensors; new ones where the inner or outer optimizer has none yet."""
+        masters = self._masters.tensors
+        targets: Flat = {}
         for kind in kinds:
-            for index, master in enumerate(self._masters.tensors):
-                if kind == "master":
-                    yield kind, index, master
-                elif not kind.startswith("outer."):
-                    yield kind, index, self._live_inner_states()[index].setdefault(kind, torch.zeros_like(master))
+            if kind == "master":
+                targets[kind] = [master.detach() for master in masters]
+            elif kind.startswith("outer."):
+                live = self._outer.state_dict()["optimizer"].get(kind.removeprefix("outer."))
+                fits = isinstance(live, list) and all(map(_per_element, live, masters))
+                targets[kind] = live if fits else [torch.zeros_like(master) for master in masters]
+            else:
+                for state, master in zip(self._live_inner_states(), masters, strict=True):
+                    if kind not in state:
+                        state[kind] = torch.zeros_like(master)
+                targets[kind] = [state[kind] for state in self._live_inner_states()]
+        return targets
 
     def _same_slices(self, sources: Sequence[SavedReplica]) -> Part | None:
         """The part that a rank like this one has saved, if there is exactly one source and it was cut the same way."""
@@ -236,36 +260,59 @@ class RankState:
     def _named_slices(self) -> list[ParameterSlices]:
         return [self._slices[local] for local in self._local_names.values()]
 
-    def _fill(
-        self, kind: str, index: int, target: torch.Tensor, sources: Sequence[SavedReplica], part: Part | None
-    ) -> None:
-        """One flat tensor, from the file as it is or from the boxes of its parameters."""
-        if part is not None:
-            stored = next(t for t in part["tensors"] if t["kind"] == kind and t["layout"] == str(index))
-            if target.device.type == "cpu":
-                sources[0].read(part, stored, 0, target.detach())
-            else:
-                host = torch.empty(target.shape, dtype=target.dtype)
-                sources[0].read(part, stored, 0, host)
+    def _load(self, source: SavedReplica, part: Part, targets: Flat) -> None:
+        """Everything in this rank's own file, by way of host memory where the state is on a GPU."""
+        device = self._world.device
+        hosts, copies = {}, []
+        for stored in part["tensors"]:
+            if stored["kind"] == "rng":
+                hosts[stored["key"]] = torch.empty(stored["numel"], dtype=torch.uint8)
+                continue
+            target = targets[stored["kind"]][int(stored["layout"])]
+            hosts[stored["key"]] = target if target.device.type == "cpu" else device.host_tensor(target)
+            copies.append((target, hosts[stored["key"]]))
+        source.load(part, hosts)
+        for target, host in copies:
+            if target is not host:
                 target.copy_(host)
-            return
+        device.set_generator_states(
+            {key.removeprefix("rng."): host for key, host in hosts.items() if key.startswith("rng.")}
+        )
+
+    def _assemble(self, kind: str, index: int, target: torch.Tensor, sources: Sequence[SavedReplica]) -> None:
+        """One flat tensor from the boxes of its parameters."""
         target.zero_()
         for span in self._layouts[str(index)]:
-            local = self._local(kind, self._local_names[span.parameter], sources)
-            values = local[span.parameter_offset : span.parameter_offset + span.numel]
+            first, stop = span.parameter_offset, span.parameter_offset + span.numel
+            values = self._local(kind, self._local_names[span.parameter], first, stop, sources)
             target[span.tensor_offset : span.tensor_offset + span.numel].copy_(values)
 
-    def _local(self, kind: str, local_name: str, sources: Sequence[SavedReplica]) -> torch.Tensor:
-        """`kind` of a local parameter, flattened: the mean over the sources."""
+    def _local(
+        self, kind: str, local_name: str, first: int, stop: int, sources: Sequence[SavedReplica]
+    ) -> torch.Tensor:
+        """`kind` of the elements [first, stop) of a flattened local parameter: the mean over the sources.
+
+        Only the rows (along dim 0) that hold these elements are asked for.
+        """
         where = self._slices[local_name]
         shape = [max(piece.local[dim][1] for piece in where.pieces) for dim in range(len(where.shape))]
-        local = torch.empty(shape)
+        row = math.prod(shape[1:])
+        top, bottom = first // row, -(-stop // row)
+        local = torch.empty([bottom - top, *shape[1:]])
         for piece in where.pieces:
-            first, *others = (source.box(where.name, kind, piece.whole) for source in sources)
-            for other in others:
-                first += other
-            local[piece.local_index()] = first / len(sources) if others else first
-        return local.flatten()
+            (begin, end), *others = piece.local
+            start, end = max(begin, top), min(end, bottom)
+            if start >= end:
+                continue
+            offset = piece.whole[0][0] - begin
+            box = ((start + offset, end + offset), *piece.whole[1:])
+            mean, *more = (source.box(where.name, kind, box) for source in sources)
+            for each in more:
+                mean += each
+            local[(slice(start - top, end - top), *(slice(*extent) for extent in others))] = (
+                mean / len(sources) if more else mean
+            )
+        return local.flatten()[first - top * row : stop - top * row]
 
     def _spread_losses(self, source: SavedReplica) -> list[tuple[float, int]]:
         """The replica's losses of another topology. Each tensor rank of the last stage holds them all: of T equal
@@ -277,15 +324,6 @@ class RankState:
         losses = [loss for part in source.parts for loss in part["numbers"]["losses"]]
         total, count = sum(loss[0] for loss in losses), sum(loss[1] for loss in losses)
         return [(total / tensor, count // tensor)] if count else []
-
-    def _set_generators(self, source: SavedReplica, part: Part) -> None:
-        states = {}
-        for stored in part["tensors"]:
-            if stored["kind"] == "rng":
-                state = torch.empty(stored["numel"], dtype=torch.uint8)
-                source.read(part, stored, 0, state)
-                states[stored["key"].removeprefix("rng.")] = state
-        self._world.device.set_generator_states(states)
 
 
 def _per_element(value: Any, master: torch.Tensor) -> bool:

@@ -191,6 +191,20 @@ def test_a_commit_that_fails_costs_one_checkpoint(tmp_path, monkeypatch):
     assert fleet.steps() == [10, 30]
 
 
+def test_a_folder_that_was_moved_away_is_made_anew(tmp_path):
+    fleet = Fleet(tmp_path, 2)
+    for step in (10, 20):
+        fleet.save(step)
+        fleet.settle()
+        fleet.wait_for_latest(step)
+        fleet.root.rename(tmp_path / f"moved away {step}")
+    fleet.save(30)
+    fleet.settle()
+    fleet.wait_for_latest(30)
+    fleet.all(lambda each, replica, rank: each.close())
+    assert fleet.steps(0) == fleet.steps(1) == [30]
+
+
 def test_training_waits_for_a_save_that_is_not_done(tmp_path, monkeypatch):
     """The staging memory of a save is not overwritten by the next one, and the wait is told."""
     fleet = Fleet(tmp_path, 1)

@@ -134,6 +134,7 @@ def _cycle(place, directory, bf16):
             continue
         settings, world, engine, outer, state = _build(grid, grid.place(rank), directory, name, bf16)
         losses = state.restore([SavedReplica(directory / "saved")])
+        state.publish()
         _write(directory / name, state, settings, world, losses)
         weights = {n: p.detach().float() for n, p in engine.module.named_parameters()}
         from noloco_mega.model.parameters import parameter_slices

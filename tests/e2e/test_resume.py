@@ -1,5 +1,6 @@
 """Checkpoints of whole runs: exact resume after a kill, damage, lost saves, and other topologies."""
 
+import itertools
 import json
 import math
 import os
@@ -34,7 +35,14 @@ EXACT = [
 
 
 def test_the_cases_meet():
-    """Every pair of choices meets in some case, but for random routes without a stage boundary to cross."""
+    """Every pair of choices meets in some case, but for random routes without a stage boundary to cross.
+
+    No fewer would do. n cases in which all pairs of k two-valued choices meet exist only for k <= C(n - 1, n/2 - 1),
+    n/2 rounded down (Kleitman and Spencer 1973, Katona 1973): k <= 3 for 4 cases, <= 4 for 5, <= 10 for 6. The one
+    pair that can't meet has the number of stages in it, so that the other six choices need 6 cases already.
+    """
+    fewest = next(n for n in itertools.count(2) if math.comb(n - 1, n // 2 - 1) >= 6)
+    assert len(EXACT) == fewest == 6
     choices = [("bf16", "fp32"), ("random", "fixed"), (1, 2), (1, 2), (1, 2), ("middle", "after"), ("async", "sync")]
     met = {(i, case[i], j, case[j]) for case in EXACT for i in range(7) for j in range(i + 1, 7)}
     all_pairs = {
@@ -208,6 +216,7 @@ def test_a_request_to_stop_saves_and_a_full_disk_stops_nothing(tiny, tmp_path):
         os.kill(ranks.processes[1].pid, signal.SIGTERM)
         ranks.wait(90)
     (step,) = {row["step"] for row in rows_of(raw) if row["val_loss"] is not None and row["step"] > 0}
+    assert [row["step"] for row in rows_of(raw) if row["at_end"] == "val_loss"] == [step, step]
     assert (
         sorted(saved(raw, step)) == [0, 1]
         and Checkpoints(configs.parse(raw).output / "checkpoints", 0, 1).latest() == step

@@ -2,15 +2,20 @@
 
 import json
 import os
+import time
+import zlib
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from noloco_mega import cli
-from noloco_mega.checkpoint import format
+from noloco_mega.checkpoint import format, reader
 from noloco_mega.checkpoint.folders import Checkpoints, step_of
+from noloco_mega.checkpoint.format import CheckpointError, RankContent, Span, Stored
 from noloco_mega.checkpoint.reader import SavedReplica
 from noloco_mega.config import parse
+from noloco_mega.model.parameters import ParameterSlices, Piece
 from tests.checkpoints import NUMEL, content, facts, save
 from tests.unit.test_config import changed
 
@@ -50,6 +55,80 @@ def test_a_box_of_a_ranks_size_wherever_it_lies(tmp_path, start):
     assert torch.equal(saved.box("weight", "master", ((start, start + NUMEL),)), whole[start : start + NUMEL].float())
 
 
+def matrix(rank, rows, columns):
+    """A content of two kinds of a matrix of (2 · rows) x columns, of which the rank holds `rows`; elements count up."""
+    whole = torch.arange(2 * rows * columns, dtype=torch.float32)
+    part = whole[rank * rows * columns : (rank + 1) * rows * columns]
+    piece = Piece(((0, rows), (0, columns)), ((rank * rows, (rank + 1) * rows), (0, columns)))
+    kinds = {"master": part, "exp_avg": -part}
+    return RankContent(
+        tensors=[Stored(key=f"{kind}.0", kind=kind, tensor=tensor, layout="0") for kind, tensor in kinds.items()],
+        layouts={"0": [Span("weight", 0, 0, rows * columns)]},
+        slices=[ParameterSlices("weight", (2 * rows, columns), (piece,))],
+        numbers={},
+    )
+
+
+@pytest.fixture
+def counted(tmp_path, monkeypatch):
+    """A saved matrix of 200 x 30 on two ranks, and a list of the bytes of every read from its files."""
+    draft = tmp_path / "draft"
+    draft.mkdir()
+    for rank in (0, 1):
+        format.write_rank(draft, rank, matrix(rank, 100, 30))
+    format.commit(draft, tmp_path / "saved", (0, 1), {"step": 1})
+    real, reads = reader._read_whole, []
+
+    def count(file, target):
+        reads.append(len(target))
+        real(file, target)
+
+    monkeypatch.setattr(reader, "_read_whole", count)
+    return SavedReplica(tmp_path / "saved"), reads
+
+
+def test_loading_reads_a_file_once_and_a_box_only_its_rows(counted):
+    saved, reads = counted
+    targets = {f"{kind}.0": torch.zeros(3000) for kind in ("master", "exp_avg")}
+    saved.load(saved.parts[1], targets)
+    assert sum(reads) == saved.parts[1]["bytes"]
+    expected = torch.arange(3000, 6000).float()
+    assert torch.equal(targets["master.0"], expected) and torch.equal(targets["exp_avg.0"], -expected)
+    saved.take_as_verified()
+    whole = torch.arange(6000).float().view(200, 30)
+    for top, bottom, left, right in [(120, 130, 0, 30), (90, 110, 0, 30), (50, 51, 7, 9), (0, 200, 0, 30)]:
+        reads.clear()
+        box = saved.box("weight", "exp_avg", ((top, bottom), (left, right)))
+        assert torch.equal(box, -whole[top:bottom, left:right])
+        assert sum(reads) == (bottom - top) * 30 * 4
+
+
+def test_sums_that_are_slower_than_the_disk(counted, monkeypatch):
+    """No chunk is overwritten before it is summed."""
+
+    def slowly(chunk, crc):
+        time.sleep(0.002)
+        return zlib.crc32(chunk, crc)
+
+    monkeypatch.setattr(reader, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr(reader, "zlib", SimpleNamespace(crc32=slowly))
+    saved, reads = counted
+    saved.verify(saved.parts[0])
+    assert sum(reads) == saved.parts[0]["bytes"] and max(reads) == 1000
+    saved.verify(saved.parts[0])
+    assert sum(reads) == saved.parts[0]["bytes"], "it is verified already"
+
+
+def test_a_damaged_file_is_named_by_what_loads_it(counted):
+    saved, _ = counted
+    path = saved.folder / saved.parts[0]["file"]
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"rank_000.safetensors is damaged: exp_avg.0 does not match"):
+        saved.load(saved.parts[0], {"master.0": torch.zeros(3000)})
+
+
 def test_pruning_keeps_the_newest_and_the_one_known_complete(tmp_path):
     for step in (10, 20, 30, 40):
         save(tmp_path, CONFIG, step, 0)
@@ -84,7 +163,7 @@ def test_a_run_that_goes_on_from_an_older_step_sets_newer_ones_aside(tmp_path):
     assert mine.steps() == [10] and Checkpoints(tmp_path, 1, 2).steps() == [10, 20] and mine.latest() == 10
     assert list(mine.look(20).replicas) == [1], "no mixture of two courses looks complete"
     assert not (tmp_path / "step_00000030").exists()
-    save(tmp_path, CONFIG, 20, 0, value=5.0)
+    save(tmp_path, CONFIG, 20, 0, 5.0)
     mine.drop_superseded()
     assert float(SavedReplica(mine.folder(20)).tensor("weight")[0]) == 5.0
     assert not [name for name in tree(tmp_path) if "superseded" in name]

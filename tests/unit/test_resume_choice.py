@@ -8,6 +8,7 @@ import pytest
 from noloco_mega.checkpoint import resume
 from noloco_mega.checkpoint.folders import Checkpoints
 from noloco_mega.checkpoint.format import CheckpointError
+from noloco_mega.checkpoint.reader import verify_share
 from noloco_mega.config import parse
 from tests.checkpoints import save
 from tests.unit.test_config import changed
@@ -62,7 +63,9 @@ def choose(root, *configs, begin=False):
         folders = Checkpoints(folder, place.replica, grid.replicas)
         desk = Desk(table, grid, place)
         try:
-            answers[number] = resume.choose(own, place, desk, folders, "data")
+            choice = resume.Choice(own, place, desk, folders, "data")
+            choice.take(lambda sources: verify_share(sources, grid.replica_rank(place), grid.replica_size))
+            answers[number] = choice.start
             if begin:
                 resume.begin(answers[number], desk, folders)
         except CheckpointError as error:
@@ -173,6 +176,22 @@ def test_another_model_is_refused_naming_the_fields_and_nothing_is_touched(root)
     assert sorted(root.rglob("*")) == before
     for change, name in {"run__seed": "run.seed", "train_micro_batch_size_per_gpu": "samples per inner step"}.items():
         assert all(name in text for text in choose(root, config(**{change: 9})))
+
+
+def test_a_config_of_an_older_version_fits(tmp_path):
+    """What was saved before a key existed was run with the key's default."""
+    now = config(tensor=2)
+    raw = now.to_json()
+    older = {**raw, "model": dict(raw["model"]), "noloco": dict(raw["noloco"]), "run": dict(raw["run"])}
+    del older["model"]["qk_norm"], older["noloco"]["optimizer"], older["noloco"]["outer_lr"], older["run"]["shrink"]
+    for replica in (0, 1):
+        save(tmp_path, now, 10, replica, config=older)
+    starts = choose(tmp_path, now)
+    assert taken(starts)[0] == (10, [0]) and not starts[0].notes
+    (text, *_) = choose(tmp_path, config(tensor=2, model__qk_norm=True))
+    assert "model.qk_norm (False there, True here)" in text
+    (start, *_) = choose(tmp_path, config(tensor=2, noloco__outer_lr=0.6))
+    assert "noloco.outer_lr 0.7 -> 0.6" in start.notes[0]
 
 
 def test_other_differences_are_said(root):
