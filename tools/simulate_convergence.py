@@ -6,28 +6,36 @@
 Same initial weights, samples, routes, pairs and formulas as the distributed run, in fp32. Of every replica it holds 24
 bytes per parameter (θ, its gradient, Adam's two moments, φ, δ) beside activations and logits. Writes into the run's
 folder what a run writes, the replicas' exact deviation, and result.json (noloco_mega/lab/record.py says what is
-where); run.save_every and --resume auto let it go on where it was stopped.
+where); run.save_every and --resume auto let it go on where it was stopped. --rule lets the spread decide how long each
+inner phase is (noloco_mega/lab/inner_steps.py); the first one is noloco.inner_steps long.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Callable
 
 from noloco_mega.data.loader import open_loader
 from noloco_mega.entry import add_config_arguments, guarded, load_config
-from noloco_mega.lab import outer
+from noloco_mega.lab import inner_steps, outer
 from noloco_mega.lab.loop import simulate
 from noloco_mega.lab.record import RESULT
 from noloco_mega.lab.simulation import Simulation
 from noloco_mega.plan import views
+
+RULES: dict[str, Callable[[argparse.Namespace], inner_steps.Rule]] = {
+    "fixed": lambda arguments: inner_steps.Fixed(),
+    "published": lambda arguments: inner_steps.Published(threshold=arguments.threshold),
+    "target": lambda arguments: inner_steps.Target(target=arguments.target, power=arguments.power),
+}
 
 
 def run(arguments: argparse.Namespace) -> None:
     config = load_config(arguments)
     loader = open_loader(config, views.initial(config.topology.replicas))
     simulation = Simulation(config, loader, arguments.outer or config.noloco.optimizer)
-    result = simulate(simulation, tell=lambda text: print(text, flush=True))
+    result = simulate(simulation, lambda text: print(text, flush=True), RULES[arguments.rule](arguments))
     if result["diverged_step"] is not None:
         print(f"diverged: a gradient at step {result['diverged_step']} is not finite")
     for replica, loss in result["replicas"].items():
@@ -42,6 +50,12 @@ def main() -> int:
     add_config_arguments(parser)
     parser.add_argument(
         "--outer", choices=sorted(outer.OPTIMIZERS), help="outer optimizer in place of the config's noloco.optimizer"
+    )
+    parser.add_argument("--rule", choices=sorted(RULES), default="fixed", help="default: %(default)s")
+    parser.add_argument("--target", type=float, default=0.05, help="relative spread that the target rule keeps")
+    parser.add_argument("--power", type=float, default=1.0, help="p of the target rule (default: %(default)s)")
+    parser.add_argument(
+        "--threshold", type=float, default=0.01, help="growth per inner step that the published rule calls too fast"
     )
     return guarded(run, parser.parse_args())
 

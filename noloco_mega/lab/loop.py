@@ -6,21 +6,23 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from noloco_mega.lab.inner_steps import Fixed, Rule
 from noloco_mega.lab.record import Record
 from noloco_mega.lab.simulation import Evaluation, Simulation
 
 
-def simulate(simulation: Simulation, tell: Callable[[str], None]) -> dict[str, Any]:
+def simulate(simulation: Simulation, tell: Callable[[str], None], rule: Rule | None = None) -> dict[str, Any]:
     """Go on to config.run.steps, or to the first gradient that is not finite, and write the record.
 
-    `tell` gets a line per evaluation. Returns the figures of the end (Record.result). Raises ValueError, before
+    `tell` gets a line per evaluation. `rule` sets the length of each inner phase from the spread; without it, it stays
+    what the config says. Returns the figures of the end (Record.result). Raises ValueError, before
     anything is written, where the run's folder cannot be used.
     """
     run, record = simulation.config.run, Record(simulation)
     diverged_step: int | None = None
     evaluation: Evaluation | None = None
     while simulation.step < run.steps and diverged_step is None:
-        columns = _advance(simulation, record)
+        columns = _advance(simulation, record, rule or Fixed())
         step = simulation.step
         if not all(map(math.isfinite, columns["grad_norm"])):
             diverged_step = step
@@ -38,7 +40,7 @@ def simulate(simulation: Simulation, tell: Callable[[str], None]) -> dict[str, A
     return result
 
 
-def _advance(simulation: Simulation, record: Record) -> dict[str, list[Any]]:
+def _advance(simulation: Simulation, record: Record, rule: Rule) -> dict[str, list[Any]]:
     """One inner step and the outer step that may follow; its columns, a value per replica."""
     inner = simulation.inner_step()
     record.stepped(inner)
@@ -46,7 +48,7 @@ def _advance(simulation: Simulation, record: Record) -> dict[str, list[Any]]:
     if simulation.due():
         before = simulation.probe()
         record.deviation("before", inner.lr)
-        columns |= record.exchanged(simulation.take_outer_step(), before)
+        columns |= record.exchanged(simulation.take_outer_step(rule), before)
         record.deviation("after", inner.lr)
     elif simulation.step % simulation.config.run.log_every == 0:
         record.deviation("logged", inner.lr)

@@ -13,6 +13,7 @@ import json
 import math
 import os
 import time
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from safetensors.torch import save_file
 from noloco_mega.config import Config
 from noloco_mega.journal import COLUMNS
 from noloco_mega.lab.outer import Exchanged
-from noloco_mega.lab.simulation import Evaluation, InnerReport, Simulation
+from noloco_mega.lab.simulation import Counters, Evaluation, InnerReport, Simulation
 from noloco_mega.metrics import JsonLines, write_json
 
 STATE, RESULT = "state.safetensors", "result.json"
@@ -89,6 +90,7 @@ class Record:
                 "step": simulation.step,
                 "outer_step": simulation.outer_step,
                 "when": when,
+                "inner_steps": simulation.counters.inner_steps,
                 "lr": lr,
                 "relative": found.relative,
                 "std": found.std,
@@ -115,8 +117,7 @@ class Record:
         """The simulation's state: the old one or the new one is there, whole."""
         simulation = self._simulation
         facts = {
-            "step": simulation.step,
-            "outer_step": simulation.outer_step,
+            "counters": asdict(simulation.counters),
             "optimizer": simulation.optimizer_name,
             "sent_bytes": self.sent_bytes,
             "loss_steps": self._loss_steps,
@@ -135,6 +136,7 @@ class Record:
         found = {
             "optimizer": simulation.optimizer_name,
             "step": simulation.step,
+            "outer_steps": simulation.outer_step,
             "tokens_per_replica": simulation.step * self._config.replica_step_tokens,
             "parameters": simulation.theta.shape[1],
             "replicas": dict(enumerate(val_loss)),
@@ -178,7 +180,7 @@ class Record:
             raise ValueError(f"{self.folder / STATE} is of a simulation with other settings: {', '.join(differing)}")
         self._loss = tensors.pop("record.loss")
         self._loss_steps, self.sent_bytes = facts["loss_steps"], facts["sent_bytes"]
-        self._simulation.load_state(tensors, facts["step"], facts["outer_step"])
+        self._simulation.load_state(tensors, Counters(**facts["counters"]))
         self._logged_step = self._simulation.step
 
     def _add_bytes(self, sent: list[int]) -> None:

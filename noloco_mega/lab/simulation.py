@@ -20,6 +20,7 @@ from noloco_mega.config import Config
 from noloco_mega.data.loader import Batch, Loader
 from noloco_mega.lab import outer, stacked
 from noloco_mega.lab.inner import InnerOptimizer
+from noloco_mega.lab.inner_steps import Rule
 from noloco_mega.lab.model import StackedModel, joined
 from noloco_mega.plan.routing import IdentityRoutes, RandomRoutes, Routes
 
@@ -63,6 +64,22 @@ class Evaluation:
         return sum(self.replicas) / len(self.replicas)
 
 
+@dataclass(kw_only=True)
+class Counters:
+    """Where a simulation is."""
+
+    step: int = 0
+    """Inner steps done."""
+    outer_step: int = 0
+    """Outer steps done."""
+    phase_began: int = 0
+    """Inner steps done at the last outer step."""
+    inner_steps: int
+    """H of the present phase."""
+    spread: float = 0.0
+    """Relative deviation right after the last outer step."""
+
+
 class Simulation:
     """N replicas, between two inner steps."""
 
@@ -72,7 +89,8 @@ class Simulation:
             raise ValueError("the simulator computes in fp32; simulate with --set bf16.enabled=false")
         if optimizer not in outer.OPTIMIZERS:
             raise ValueError(f'outer optimizer "{optimizer}" is unknown; known: {", ".join(sorted(outer.OPTIMIZERS))}')
-        self.config, self.optimizer_name, self.step, self.outer_step = config, optimizer, 0, 0
+        self.config, self.optimizer_name = config, optimizer
+        self.counters = Counters(inner_steps=config.noloco.inner_steps)
         self._loader, self.replicas = loader, config.topology.replicas
         self._device = device.select(0, config.run.device).device
         self._model = StackedModel(config.model, config.topology.stages, self._device)
@@ -93,16 +111,31 @@ class Simulation:
         losses = self._forward_backward()
         sent = self.outer.average_gradients(self._gradients)
         norms = self.inner.step()
-        self.step += 1
+        self.counters.step += 1
         return InnerReport(lr=lr, losses=losses.tolist(), gradient_norms=norms.tolist(), sent_bytes=sent)
+
+    @property
+    def step(self) -> int:
+        """Inner steps done."""
+        return self.counters.step
+
+    @property
+    def outer_step(self) -> int:
+        """Outer steps done."""
+        return self.counters.outer_step
 
     def due(self) -> bool:
         """Whether an outer step follows."""
-        return self.step > 0 and self.step % self.config.noloco.inner_steps == 0
+        return self.step == self.counters.phase_began + self.counters.inner_steps
 
-    def take_outer_step(self) -> outer.Exchanged:
+    def take_outer_step(self, rule: Rule) -> outer.Exchanged:
+        """The outer step that is due; `rule` says how long the next phase is."""
+        counters, before = self.counters, self.deviation().relative
         exchanged = self.outer.step(self.outer_step)
-        self.outer_step += 1
+        counters.outer_step += 1
+        counters.phase_began = self.step
+        counters.inner_steps = rule.recommend(counters.inner_steps, before, counters.spread)
+        counters.spread = self.deviation().relative
         return exchanged
 
     @torch.no_grad()
@@ -137,9 +170,9 @@ class Simulation:
         return {f"{part}.{name}": value for part, values in named.items() for name, value in values.items()}
 
     @torch.no_grad()
-    def load_state(self, state: dict[str, Tensor], step: int, outer_step: int) -> None:
+    def load_state(self, state: dict[str, Tensor], counters: Counters) -> None:
         """Go on from a `state` of the same config."""
-        self.step, self.outer_step = step, outer_step
+        self.counters = counters
         self.theta.copy_(state["theta."])
         for name, value in self.outer.state().items():
             value.copy_(state[f"outer.{name}"])

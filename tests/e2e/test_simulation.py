@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 from noloco_mega import config as configs
 from noloco_mega.checkpoint.reader import SavedReplica
 from noloco_mega.data.loader import open_loader
-from noloco_mega.lab import stacked
+from noloco_mega.lab import analyser, stacked
+from noloco_mega.lab.inner_steps import Target
 from noloco_mega.lab.loop import simulate
 from noloco_mega.lab.simulation import Simulation
 from noloco_mega.metrics import read_rows
@@ -33,11 +34,11 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-def simulated(raw, optimizer=None, **changes):
+def simulated(raw, optimizer=None, rule=None, **changes):
     config = configs.parse(raw | {"run": {**raw["run"], "name": "simulated", **changes}})
     loader = open_loader(config, views.initial(config.topology.replicas))
     simulation = Simulation(config, loader, optimizer or config.noloco.optimizer)
-    result = simulate(simulation, tell=lambda text: None)
+    result = simulate(simulation, lambda text: None, rule)
     return simulation, result, read_rows(config.output / "metrics.jsonl")
 
 
@@ -66,6 +67,12 @@ def test_a_simulation_follows_the_distributed_run(tiny, tmp_path, stages, routin
             assert (weight[replica].detach() - expected).norm() < 1e-4 * expected.norm(), name
         assert result["replicas"][replica] == pytest.approx(values(rows, "val_loss", replica)[-1], rel=1e-4)
     assert result["sent_bytes_per_replica"] == sum(values(rows, "exchange_bytes", 0))
+
+    # Both folders tell the analyser about the same, though they have probed other weights.
+    for real, simulated_ in zip(analyser.phases(config.output), analyser.phases(simulation.config.output), strict=True):
+        assert (real.step, real.inner_steps) == (simulated_.step, 6)
+        assert real.std_before == pytest.approx(simulated_.std_before, rel=0.5)
+        assert real.lr == pytest.approx(simulated_.lr)
 
 
 @pytest.mark.parametrize("optimizer", ["noloco", "diloco_nesterov"])
@@ -132,3 +139,24 @@ def test_allreduce_is_one_large_batch_run(tiny):
     changes["gradient_accumulation_steps"] = 8
     one, _, _ = simulated(tiny(topology={"replicas": 1}, **changes), "local", steps=10, name="one")
     assert (several.theta - one.theta).norm(dim=1).max() < 1e-5 * one.theta.norm()
+
+
+def test_a_rule_sets_the_length_of_phases(tiny):
+    """The target rule halves the phases of a run whose spread is √2 times what it wants, and goes on where it was."""
+    raw = tiny(topology={"replicas": 4}, noloco__inner_steps=12)
+    whole, _, _ = simulated(raw, steps=12, name="whole")
+    spread = analyser.phases(whole.config.output)[0].relative_before
+    rule = Target(target=whole_spread(whole) / 2**0.5)
+    adapted, result, _ = simulated(raw, rule=rule, steps=30, name="adapted")
+    found = analyser.phases(adapted.config.output)
+    assert spread == pytest.approx(whole_spread(whole), rel=0.3)
+    assert [phase.inner_steps for phase in found[:2]] == [12, 6] and result["outer_steps"] == len(found)
+    simulated(raw, rule=rule, steps=15, name="parts")
+    parts, _, _ = simulated(raw, rule=rule, steps=30, name="parts", resume="auto")
+    assert torch.equal(parts.theta, adapted.theta) and parts.counters == adapted.counters
+
+
+def whole_spread(simulation):
+    """The exact spread before the first outer step."""
+    rows = analyser.exact_deviations(simulation.config.output)
+    return next(row["relative"] for row in rows if row["when"] == "before")
