@@ -1,7 +1,7 @@
 """A whole run without a cluster: its replicas in one process, from the config that would train them.
 
     python tools/simulate_convergence.py --config configs/demo_noloco_fixed_4x2.json --set topology.replicas=16
-    python tools/simulate_convergence.py --config FILE --outer diloco --set run.name=NAME --set noloco.inner_steps=100
+    python tools/simulate_convergence.py --config configs/demo_diloco_fixed_4x2.json --set run.name=NAME
 
 Same initial weights, samples, routes, pairs and formulas as the distributed run, in fp32. Of every replica it holds 24
 bytes per parameter (θ, its gradient, Adam's two moments, φ, δ) beside activations and logits. Writes into the run's
@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 from noloco_mega.data.loader import open_loader
 from noloco_mega.entry import add_config_arguments, guarded, load_config
-from noloco_mega.lab import inner_steps, outer
+from noloco_mega.lab import inner_steps
 from noloco_mega.lab.loop import simulate
 from noloco_mega.lab.record import RESULT
 from noloco_mega.lab.simulation import Simulation
@@ -34,7 +34,7 @@ RULES: dict[str, Callable[[argparse.Namespace], inner_steps.Rule]] = {
 def run(arguments: argparse.Namespace) -> None:
     config = load_config(arguments)
     loader = open_loader(config, views.initial(config.topology.replicas))
-    simulation = Simulation(config, loader, arguments.outer or config.noloco.optimizer)
+    simulation = Simulation(config, loader)
     result = simulate(simulation, lambda text: print(text, flush=True), RULES[arguments.rule](arguments))
     if result["diverged_step"] is not None:
         print(f"diverged: a gradient at step {result['diverged_step']} is not finite")
@@ -48,9 +48,6 @@ def run(arguments: argparse.Namespace) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_config_arguments(parser)
-    parser.add_argument(
-        "--outer", choices=sorted(outer.OPTIMIZERS), help="outer optimizer in place of the config's noloco.optimizer"
-    )
     parser.add_argument("--rule", choices=sorted(RULES), default="fixed", help="default: %(default)s")
     parser.add_argument("--target", type=float, default=0.05, help="relative spread that the target rule keeps")
     parser.add_argument("--power", type=float, default=1.0, help="p of the target rule (default: %(default)s)")

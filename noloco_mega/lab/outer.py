@@ -16,6 +16,8 @@ from torch import Tensor
 
 from noloco_mega.config import Noloco
 from noloco_mega.outer import noloco
+from noloco_mega.outer.group import mean
+from noloco_mega.outer.slow import momentum_step_
 from noloco_mega.plan import pairing
 
 BYTES = 4
@@ -27,9 +29,11 @@ class Exchanged:
     """What one outer step was, for each replica."""
 
     partners: list[tuple[int, ...]]
-    """The other members of its group, ascending; none where all replicas step together."""
+    """The other members of its group, ascending."""
+    payload_bytes: list[int]
+    """What a run's metrics would count (journal.py): sent to partners, or handed to all-reduces since the last step."""
     sent_bytes: list[int]
-    """What it would have sent."""
+    """What it would send in this step, an all-reduce going around a ring."""
     spread: list[float | None]
     """‖x_i − x_j‖ / ‖x_i‖ of what the group exchanged, the mean over the others; None without others."""
 
@@ -87,13 +91,7 @@ class NoLoCo(Outer):
 
 
 class DiLoCo(Outer):
-    """One group of everybody: δ ← α·δ + β·Δ̄, φ ← φ + δ (DiLoCo, arXiv 2311.08105, with heavy-ball momentum).
-
-    As `NesterovDiLoCo` the outer optimizer is torch.optim.SGD(nesterov=True) on φ with the gradient −Δ̄:
-    m ← α·m + Δ̄, φ ← φ + β·(Δ̄ + α·m). All replicas hold the same φ and δ, so that one row of them is kept.
-    """
-
-    look_ahead = False
+    """One group of everybody (outer/diloco.py). All replicas hold the same φ and δ, so that one row of them is kept."""
 
     def __init__(self, theta: Tensor, settings: Noloco) -> None:
         self._theta, self._settings = theta, settings
@@ -102,27 +100,22 @@ class DiLoCo(Outer):
 
     @torch.no_grad()
     def step(self, outer_step: int) -> Exchanged:
-        settings, phi, delta = self._settings, self._phi, self._delta
-        alpha, beta = settings.outer_momentum, settings.outer_lr
-        progress = self._theta.mean(0) - phi
-        phi.mul_(1 - beta * settings.weight_decay)
-        if self.look_ahead:
-            delta.mul_(alpha).add_(progress)
-            phi.add_(progress, alpha=beta).add_(delta, alpha=alpha * beta)
-        else:
-            delta.mul_(alpha).add_(progress, alpha=beta)
-            phi.add_(delta)
-        self._theta.copy_(phi)
-        return _everybody(self._theta)
+        settings = self._settings
+        move = (self._theta.mean(0) - self._phi).mul_(settings.outer_lr)
+        momentum_step_(
+            self._phi,
+            self._delta,
+            move,
+            alpha=settings.outer_momentum,
+            beta=settings.outer_lr,
+            weight_decay=settings.weight_decay,
+            nesterov=settings.nesterov,
+        )
+        self._theta.copy_(self._phi)
+        return _everybody(self._theta, 1, _ring_bytes(self._theta))
 
     def state(self) -> dict[str, Tensor]:
         return {"phi": self._phi, "delta": self._delta}
-
-
-class NesterovDiLoCo(DiLoCo):
-    """DiLoCo whose outer optimizer looks ahead."""
-
-    look_ahead = True
 
 
 class Gossip(Outer):
@@ -137,24 +130,30 @@ class Gossip(Outer):
         groups = pairing.groups(settings.seed, outer_step, range(len(theta)), settings.group_size)
         exchanged = _exchanged(theta, groups)
         for group in groups:
-            members = list(group)
-            theta[members] = theta[members].mean(0)
+            theta[list(group)] = mean([theta[member] for member in group])
         return exchanged
 
 
 class AllReduce(Outer):
-    """Gradients averaged over all replicas at every inner step; outer steps are only counted."""
+    """Gradients averaged over all replicas at every inner step; outer steps only report what those have moved."""
 
     def __init__(self, theta: Tensor, settings: Noloco) -> None:
-        self._replicas = len(theta)
+        self._theta = theta
+        self._inner_steps = torch.zeros((), dtype=torch.int64)
 
     @torch.no_grad()
     def average_gradients(self, gradients: Tensor) -> list[int]:
         gradients.copy_(gradients.mean(0))
+        self._inner_steps += 1
         return _ring_bytes(gradients)
 
     def step(self, outer_step: int) -> Exchanged:
-        return _nobody(self._replicas)
+        reductions = int(self._inner_steps)
+        self._inner_steps.zero_()
+        return _everybody(self._theta, reductions, sent_bytes=[0] * len(self._theta))
+
+    def state(self) -> dict[str, Tensor]:
+        return {"inner_steps": self._inner_steps}
 
 
 class Local(Outer):
@@ -170,7 +169,6 @@ class Local(Outer):
 OPTIMIZERS: dict[str, type[Outer]] = {
     "noloco": NoLoCo,
     "diloco": DiLoCo,
-    "diloco_nesterov": NesterovDiLoCo,
     "gossip": Gossip,
     "allreduce": AllReduce,
     "local": Local,
@@ -189,17 +187,23 @@ def _exchanged(tensors: Tensor, groups: list[tuple[int, ...]]) -> Exchanged:
                 differences = [float((tensors[member] - tensors[other]).norm()) for other in others]
                 spread[member] = sum(differences) / own / len(others)
     sent = [BYTES * tensors.shape[1] * len(others) for others in partners]
-    return Exchanged(partners=partners, sent_bytes=sent, spread=spread)
+    return Exchanged(partners=partners, payload_bytes=sent, sent_bytes=sent, spread=spread)
 
 
-def _everybody(tensors: Tensor) -> Exchanged:
-    """An all-reduce over all replicas."""
-    replicas = len(tensors)
-    return Exchanged(partners=[()] * replicas, sent_bytes=_ring_bytes(tensors), spread=[None] * replicas)
+def _everybody(tensors: Tensor, reductions: int, sent_bytes: list[int]) -> Exchanged:
+    """`reductions` all-reduces of one row of [N, P] over all replicas."""
+    replicas, size = tensors.shape
+    return Exchanged(
+        partners=[tuple(other for other in range(replicas) if other != member) for member in range(replicas)],
+        payload_bytes=[BYTES * size * reductions if replicas > 1 else 0] * replicas,
+        sent_bytes=sent_bytes,
+        spread=[None] * replicas,
+    )
 
 
 def _nobody(replicas: int) -> Exchanged:
-    return Exchanged(partners=[()] * replicas, sent_bytes=[0] * replicas, spread=[None] * replicas)
+    zeros = [0] * replicas
+    return Exchanged(partners=[()] * replicas, payload_bytes=zeros, sent_bytes=zeros, spread=[None] * replicas)
 
 
 def _ring_bytes(tensors: Tensor) -> list[int]:

@@ -72,11 +72,11 @@ class Record:
             values = {"before": before[replica].tolist(), "after": simulation.probe()[replica].tolist()}
             probes.log({"outer_step": simulation.outer_step, **values})
         pairs = self._config.noloco.group_size == 2
-        partners = [(p[0] if p else None) if pairs else list(p) for p in exchanged.partners]
+        partners = [(p[0] if p else None) if pairs and len(p) <= 1 else list(p) for p in exchanged.partners]
         return {
             "outer_step": [simulation.outer_step] * simulation.replicas,
             "partner": partners,
-            "exchange_bytes": exchanged.sent_bytes,
+            "exchange_bytes": exchanged.payload_bytes,
             "spread": exchanged.spread,
             "missed": [0] * simulation.replicas,
             "unacknowledged": [0] * simulation.replicas,
@@ -118,7 +118,6 @@ class Record:
         simulation = self._simulation
         facts = {
             "counters": asdict(simulation.counters),
-            "optimizer": simulation.optimizer_name,
             "sent_bytes": self.sent_bytes,
             "loss_steps": self._loss_steps,
             "config": _deciding(self._config),
@@ -134,7 +133,7 @@ class Record:
         deviation = simulation.deviation()
         val_loss, mean = evaluation.replicas, evaluation.mean
         found = {
-            "optimizer": simulation.optimizer_name,
+            "optimizer": self._config.noloco.optimizer,
             "step": simulation.step,
             "outer_steps": simulation.outer_step,
             "tokens_per_replica": simulation.step * self._config.replica_step_tokens,
@@ -173,8 +172,7 @@ class Record:
         with safe_open(self.folder / STATE, "pt") as file:
             facts = json.loads(file.metadata()["facts"])
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no dictionary
-        wanted = {"optimizer": self._simulation.optimizer_name, **_deciding(self._config)}
-        saved = {"optimizer": facts["optimizer"], **facts["config"]}
+        wanted, saved = _deciding(self._config), facts["config"]
         differing = sorted(name for name in wanted.keys() | saved.keys() if wanted.get(name) != saved.get(name))
         if differing:
             raise ValueError(f"{self.folder / STATE} is of a simulation with other settings: {', '.join(differing)}")

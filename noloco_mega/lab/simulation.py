@@ -83,13 +83,13 @@ class Counters:
 class Simulation:
     """N replicas, between two inner steps."""
 
-    def __init__(self, config: Config, loader: Loader, optimizer: str) -> None:
-        """`optimizer` names one of lab.outer.OPTIMIZERS. Raises ValueError for settings that are not simulated."""
+    def __init__(self, config: Config, loader: Loader) -> None:
+        """Raises ValueError for settings that are not simulated."""
         if config.bf16:
             raise ValueError("the simulator computes in fp32; simulate with --set bf16.enabled=false")
-        if optimizer not in outer.OPTIMIZERS:
-            raise ValueError(f'outer optimizer "{optimizer}" is unknown; known: {", ".join(sorted(outer.OPTIMIZERS))}')
-        self.config, self.optimizer_name = config, optimizer
+        if config.noloco.inner_phase != "steps":
+            raise ValueError('phases of a simulation are counted in steps; set noloco.inner_phase to "steps"')
+        self.config = config
         self.counters = Counters(inner_steps=config.noloco.inner_steps)
         self._loader, self.replicas = loader, config.topology.replicas
         self._device = device.select(0, config.run.device).device
@@ -99,7 +99,7 @@ class Simulation:
         self._gradients = torch.zeros_like(self.theta)
         self._leaves = self._leaf_views()
         self.inner = InnerOptimizer(self.theta, self._gradients, config.deepspeed)
-        self.outer = outer.OPTIMIZERS[optimizer](self.theta, config.noloco)
+        self.outer = outer.OPTIMIZERS[config.noloco.optimizer](self.theta, config.noloco)
         self._routes = self._routes_of_sites()
 
     def inner_step(self) -> InnerReport:

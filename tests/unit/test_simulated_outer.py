@@ -6,6 +6,7 @@ import torch
 
 from noloco_mega.config import Noloco
 from noloco_mega.lab import outer
+from noloco_mega.outer import registry
 from noloco_mega.plan import pairing
 
 REPLICAS, SIZE, STEPS = 7, 50, 6
@@ -58,8 +59,8 @@ def test_diloco_is_heavy_ball_on_the_mean():
 
 
 def test_diloco_nesterov_is_torchs_sgd():
-    settings = Noloco(outer_momentum=0.9, outer_lr=0.7)
-    start, moves, after, _ = walk("diloco_nesterov", settings)
+    settings = Noloco(outer_momentum=0.9, outer_lr=0.7, nesterov=True)
+    start, moves, after, _ = walk("diloco", settings)
     phi = torch.tensor(start[0], requires_grad=True)
     sgd = torch.optim.SGD([phi], lr=0.7, momentum=0.9, nesterov=True)
     for move, theta in zip(moves, after, strict=True):
@@ -86,3 +87,7 @@ def test_allreduce_averages_gradients():
     sent = outer.OPTIMIZERS["allreduce"](torch.zeros(3, 2), Noloco()).average_gradients(gradients)
     assert gradients.tolist() == [[2.0, 3.0]] * 3
     assert sent == [round(2 * 2 / 3 * 8)] * 3
+
+
+def test_every_outer_optimizer_is_simulated():
+    assert outer.OPTIMIZERS.keys() == registry.OUTER_OPTIMIZERS.keys()
