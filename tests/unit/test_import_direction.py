@@ -18,6 +18,7 @@ LAYERS = [
     ["streamed"],
     ["merging"],
     ["convert", "start"],
+    ["lab"],
     ["train", "preflight"],
     ["cli", "__main__"],
 ]

@@ -1,0 +1,179 @@
+"""The in-process simulator against distributed runs with the same seed, and against itself when interrupted."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from noloco_mega import config as configs
+from noloco_mega.checkpoint.reader import SavedReplica
+from noloco_mega.data.loader import open_loader
+from noloco_mega.lab import analyser, stacked
+from noloco_mega.lab.inner_steps import Target
+from noloco_mega.lab.loop import simulate
+from noloco_mega.lab.simulation import Simulation
+from noloco_mega.metrics import read_rows
+from noloco_mega.plan import views
+from tests.e2e.runs import run, values
+
+SCHEDULE = {
+    "type": "WarmupCosineLR",
+    "params": {"total_num_steps": 24, "warmup_num_steps": 6, "warmup_min_ratio": 0.1, "cos_min_ratio": 0.1},
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Models this small are slower on several threads, and much slower where other processes want the same cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def simulated(raw, rule=None, **changes):
+    config = configs.parse(raw | {"run": {**raw["run"], "name": "simulated", **changes}})
+    loader = open_loader(config, views.initial(config.topology.replicas))
+    simulation = Simulation(config, loader)
+    result = simulate(simulation, lambda text: None, rule)
+    return simulation, result, read_rows(config.output / "metrics.jsonl")
+
+
+@pytest.mark.parametrize(
+    "optimizer, stages, routing, clip",
+    [
+        ({"optimizer": "noloco"}, 1, "fixed", 0.3),
+        ({"optimizer": "noloco"}, 2, "random", 1.0),
+        pytest.param({"optimizer": "diloco", "nesterov": True}, 1, "fixed", 0.3, marks=pytest.mark.slow),
+        pytest.param({"optimizer": "allreduce"}, 1, "fixed", 0.3, marks=pytest.mark.slow),
+        pytest.param({"optimizer": "gossip"}, 1, "fixed", 0.3, marks=pytest.mark.slow),
+    ],
+)
+def test_a_simulation_follows_the_distributed_run(tiny, tmp_path, optimizer, stages, routing, clip):
+    raw = tiny(
+        topology={"replicas": 4, "stages": stages}, run__steps=24, run__eval_every=12, noloco__inner_steps=6,
+        noloco__routing=routing, gradient_clipping=clip, scheduler=SCHEDULE,
+        optimizer__params__weight_decay=0.1,
+    )  # fmt: skip
+    raw["noloco"] |= optimizer
+    rows = run(raw, tmp_path)
+    simulation, result, simulated_rows = simulated(raw)
+
+    config = configs.parse(raw)
+    weights = stacked.views(simulation.theta, config.model)
+    for replica in range(4):
+        for column in ("loss", "val_loss", "grad_norm", "lr", "spread", "exchange_bytes", "partner", "tokens"):
+            expected = values(rows, column, replica)
+            found = values(simulated_rows, column, replica)
+            assert len(expected) > 1 or column == "spread"
+            if column == "partner":
+                assert found == expected
+                continue
+            np.testing.assert_allclose(found, expected, rtol=1e-4, err_msg=column)
+        saved = SavedReplica(config.replica_folder(replica) / "weights")
+        assert set(saved.names) == set(weights)
+        for name, weight in weights.items():
+            expected = saved.tensor(name)
+            assert (weight[replica].detach() - expected).norm() < 1e-4 * expected.norm(), name
+        assert result["replicas"][replica] == pytest.approx(values(rows, "val_loss", replica)[-1], rel=1e-4)
+    # Of what an all-reduce is given once, a ring sends 2·(N − 1)/N times as much.
+    ring = 1.5 if optimizer["optimizer"] in ("diloco", "allreduce") else 1
+    assert result["sent_bytes_per_replica"] == ring * sum(values(rows, "exchange_bytes", 0))
+
+    # Both folders tell the analyser about the same, though they have probed other weights.
+    for real, simulated_ in zip(analyser.phases(config.output), analyser.phases(simulation.config.output), strict=True):
+        assert (real.step, real.inner_steps) == (simulated_.step, 6)
+        assert real.std_before == pytest.approx(simulated_.std_before, rel=0.5)
+        assert real.lr == pytest.approx(simulated_.lr)
+
+
+@pytest.mark.parametrize("optimizer", ["noloco", "diloco", "allreduce"])
+def test_an_interrupted_simulation_goes_on_exactly(tiny, optimizer):
+    raw = tiny(topology={"replicas": 3}, noloco__inner_steps=3, noloco__optimizer=optimizer, run__log_every=4)
+    whole, result, rows = simulated(raw, steps=10)
+    folder = whole.config.output
+    kept = load_file(folder / "state.safetensors")
+    shutil.rmtree(folder)
+
+    simulated(raw, steps=7)
+    halfway, resumed_result, resumed_rows = simulated(raw, steps=10, resume="auto")
+    assert halfway.step == 10 and resumed_result == result
+    again = load_file(folder / "state.safetensors")
+    assert again.keys() == kept.keys() and all(torch.equal(again[name], kept[name]) for name in kept)
+    timed = {"tokens_per_second"}
+    untimed = [{name: value for name, value in row.items() if name not in timed} for row in rows]
+    # The interrupted one evaluated, and so wrote a row, where it ended.
+    found = [{n: v for n, v in row.items() if n not in timed} for row in resumed_rows if row["step"] != 7]
+    assert [row for row in found if row["step"] < 8] == [row for row in untimed if row["step"] < 8]
+    assert [row["val_loss"] for row in found] == [row["val_loss"] for row in untimed]
+
+    raw["noloco"]["seed"] = 5
+    with pytest.raises(ValueError, match=r"noloco\.seed"):
+        simulated(raw, steps=12, resume="auto")
+
+
+def test_an_existing_folder_is_not_overwritten(tiny):
+    raw = tiny(topology={"replicas": 2}, run__steps=1)
+    simulated(raw)
+    with pytest.raises(ValueError, match="exists"):
+        simulated(raw)
+
+
+def test_exact_deviations_are_written(tiny):
+    simulation, result, _ = simulated(tiny(topology={"replicas": 3}, noloco__inner_steps=3), steps=6)
+    lines = (simulation.config.output / "deviation.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    assert [(row["step"], row["when"]) for row in rows if row["when"] != "logged"] == [
+        (3, "before"), (3, "after"), (6, "before"), (6, "after"),
+    ]  # fmt: skip
+    theta = simulation.theta.double().numpy()
+    assert rows[-1]["std"] == pytest.approx(np.sqrt(theta.var(0, ddof=1).mean()), rel=1e-6)
+    assert (
+        rows[-1]["relative"]
+        == result["deviation"]
+        == pytest.approx(np.sqrt(theta.var(0).sum()) / np.linalg.norm(theta.mean(0)), rel=1e-6)
+    )
+
+
+def test_what_is_not_simulated_is_refused(tiny):
+    with pytest.raises(ValueError, match="bf16"):
+        simulated(tiny(bf16={"enabled": True}))
+    with pytest.raises(ValueError, match=r"model\.qk_norm"):
+        simulated(tiny(model__qk_norm=True))
+    with pytest.raises(ValueError, match="counted in steps"):
+        simulated(tiny(noloco__inner_phase="seconds", noloco__inner_phase_seconds=5.0, noloco__routing="fixed"))
+
+
+def test_allreduce_is_one_large_batch_run(tiny):
+    """The samples of N replicas at a step are those that one replica with N times the microbatches reads."""
+    changes = {"gradient_accumulation_steps": 2, "gradient_clipping": 0.3, "noloco__inner_steps": 4}
+    raw = tiny(topology={"replicas": 4}, noloco__optimizer="allreduce", **changes)
+    several, _, _ = simulated(raw, steps=10, name="several")
+    changes["gradient_accumulation_steps"] = 8
+    raw = tiny(topology={"replicas": 1}, noloco__optimizer="local", **changes)
+    one, _, _ = simulated(raw, steps=10, name="one")
+    assert (several.theta - one.theta).norm(dim=1).max() < 1e-5 * one.theta.norm()
+
+
+def test_a_rule_sets_the_length_of_phases(tiny):
+    """The target rule halves the phases of a run whose spread is √2 times what it wants, and goes on where it was."""
+    raw = tiny(topology={"replicas": 4}, noloco__inner_steps=12)
+    whole, _, _ = simulated(raw, steps=12, name="whole")
+    spread = analyser.phases(whole.config.output)[0].relative_before
+    rule = Target(target=whole_spread(whole) / 2**0.5)
+    adapted, result, _ = simulated(raw, rule=rule, steps=30, name="adapted")
+    found = analyser.phases(adapted.config.output)
+    assert spread == pytest.approx(whole_spread(whole), rel=0.3)
+    assert [phase.inner_steps for phase in found[:2]] == [12, 6] and result["outer_steps"] == len(found)
+    simulated(raw, rule=rule, steps=15, name="parts")
+    parts, _, _ = simulated(raw, rule=rule, steps=30, name="parts", resume="auto")
+    assert torch.equal(parts.theta, adapted.theta) and parts.counters == adapted.counters
+
+
+def whole_spread(simulation):
+    """The exact spread before the first outer step."""
+    rows = analyser.exact_deviations(simulation.config.output)
+    return next(row["relative"] for row in rows if row["when"] == "before")
