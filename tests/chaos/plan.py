@@ -19,6 +19,7 @@ from dataclasses import dataclass
 KINDS = {"kill": 4, "restart": 4, "suspend": 3, "cut": 2, "part": 2, "rendezvous": 2}
 """How often, in proportion, each is drawn where it is possible."""
 STEPS_BETWEEN = (4, 16)
+SECONDS_BETWEEN = (2.0, 8.0)
 SECONDS = (2.0, 10.0)
 LEAST_ALIVE = 2
 
@@ -27,7 +28,9 @@ LEAST_ALIVE = 2
 class Event:
     kind: str
     steps_before: int
-    """Inner steps that the run takes between the event before and this one."""
+    """Inner steps that the run takes between the event before and this one, at least."""
+    seconds_before: float
+    """That pass between the two, at least."""
     replica: int = -1
     rank: int = -1
     """In the replica."""
@@ -73,6 +76,7 @@ def _draw_once(source: random.Random, count: int, replicas: int, ranks: int) -> 
             Event(
                 kind=kind,
                 steps_before=source.randint(*STEPS_BETWEEN),
+                seconds_before=source.uniform(*SECONDS_BETWEEN),
                 replica=replica,
                 rank=source.randrange(ranks) if kind in ("kill", "suspend") else -1,
                 other=other if kind == "part" else -1,

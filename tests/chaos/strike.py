@@ -45,12 +45,10 @@ class Striker:
     def play(self, events: Sequence[Event]) -> None:
         """Let all events strike, one after the other, and wait until the last one is over."""
         self._wait(lambda: self._trained_since(0.0, range(self.fleet.replicas)), "the run's start")
-        self._let_pass(events[0].steps_before)
-        for number, event in enumerate(events):
+        for event in events:
+            self._let_pass(event.steps_before, event.seconds_before)
             self._end_all_but(self.log[-1:])
             self._strike(event)
-            following = events[number + 1] if number + 1 < len(events) else None
-            self._let_pass(following.steps_before if following else 1)
         self._end_all_but([])
 
     def recover(self, outer_steps: int) -> None:
@@ -76,7 +74,7 @@ class Striker:
         else:
             assert all(fleet.runs(replica, rank) for replica in event.hits() for rank in range(fleet.ranks)), event
         struck = Struck(event, time.monotonic(), step=fleet.step())
-        print(f"step {struck.step}: {event}", file=sys.stderr, flush=True)
+        print(f"{time.strftime('%X')} step {struck.step}: {event}", file=sys.stderr, flush=True)
         {
             "kill": self._kill, "restart": self._restart, "suspend": self._suspend, "cut": self._cut,
             "part": self._part, "rendezvous": self._end_rendezvous,
@@ -145,9 +143,9 @@ class Striker:
 
         self._wait(over, f"the end of {[held.struck.event for held in self._held]}")
 
-    def _let_pass(self, steps: int) -> None:
-        until = self.fleet.step() + steps
-        self._wait(lambda: self.fleet.step() >= until, f"inner step {until}")
+    def _let_pass(self, steps: int, seconds: float = 0.0) -> None:
+        step, at = self.fleet.step() + steps, time.monotonic() + seconds
+        self._wait(lambda: self.fleet.step() >= step and time.monotonic() >= at, f"inner step {step}")
 
     def _newest(self, replica: int) -> Stamped | None:
         rows = self.fleet.rows_since(0.0, replica)
