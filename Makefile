@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 SLOW := .venv-slow
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: demo demo-short test test-cluster test-slow test-unit lint install clean-demo help
+.PHONY: demo demo-short test test-cluster test-chaos test-slow test-unit lint install clean-demo help
 
 help:
 	@echo "make demo       train a small model with NoLoCo on this machine, 4 replicas of 2 stages (about 5 minutes)"
@@ -13,6 +13,7 @@ help:
 	@echo "make test       linters, type checker, unit, multi-process and end-to-end tests (under 8 minutes on 2 cores)"
 	@echo "make test-slow  what make test leaves out for its time or its libraries (requirements-slow.txt, in $(SLOW))"
 	@echo "make test-cluster  SLURM, the launchers and MPI; installs SLURM (as root, from Debian) and MPICH (under .venv/cluster)"
+	@echo "make test-chaos three runs of 4 replicas, each struck by 20 kills, suspensions, cut links and the like (as root)"
 	@echo "make test-unit  the tests that start no other process"
 	@echo "make lint       linters and type checker"
 	@echo "make install    the virtual environment alone"
@@ -57,6 +58,9 @@ test-cluster: install $(MPICH)/.installed
 	  (apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -qy --no-install-recommends $(SLURM_PACKAGES))
 	NOLOCO_TEST_CLUSTER=1 MPIEXEC=$(abspath $(MPICH))/bin/mpiexec MPI4PY_LIBMPI=$(abspath $(MPICH))/lib/libmpi.so.12 \
 	  $(PYTEST) --durations=20 tests/cluster
+
+test-chaos: install
+	NOLOCO_TEST_CHAOS=1 $(PYTEST) --durations=5 -s tests/chaos
 
 test: lint
 	$(PYTEST) --durations=20 -m "not slow" tests/unit tests/dist tests/e2e tests/cluster

@@ -9,6 +9,7 @@ NCCL would connect on the GPU that is training; there the links are formed where
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -154,13 +155,15 @@ class Circuits:
         self, number: int, members: tuple[int, ...], address: Address, done: Callable[[str | None], None]
     ) -> None:
         try:
+            # The store's own client would knock on a closed port, of a circuit that was called off, until its timeout.
+            socket.create_connection(address, self._timeout.total_seconds()).close()
             store = dist.TCPStore(*address, is_master=False, wait_for_workers=False, timeout=self._timeout)
             if self._device.is_cuda:
                 formed = Formed(number, members, lambda: self._links(members, store), lambda: None)
             else:
                 links = self._links(members, store)
                 formed = Formed(number, members, lambda: links, links.close)
-        except (RuntimeError, LinkBroken) as error:  # what a store raises is a RuntimeError too
+        except (OSError, RuntimeError, LinkBroken) as error:  # what a store raises is a RuntimeError
             done(str(error).splitlines()[0])
             return
         done(None if self._keep(formed) else "it was called off")

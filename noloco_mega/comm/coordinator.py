@@ -22,7 +22,7 @@ import functools
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -47,7 +47,9 @@ MOST_ROUTES = 1000
 """That one message tells of."""
 BAD_STEPS_KEPT = 10
 SPARED_BEATS = 4
-"""Heartbeats for which a replica that could not form a circuit is left out of the next ones."""
+"""Heartbeats for which a replica that could not form a circuit is left out of the next; twice as many each time."""
+LONGEST_SPARED = 5
+"""Doublings."""
 
 
 @dataclass
@@ -118,6 +120,7 @@ class Coordinator:
         self._proposal: _Proposal | None = None
         self._bad: dict[int, int] = {}
         self._spared: dict[int, float] = {}
+        self._failures: dict[int, int] = {}
         self._mourned: set[int] = set()
         self._next_beat = 0.0
         self._reminded = 0.0
@@ -216,7 +219,13 @@ class Coordinator:
 
     def _beat(self) -> None:
         self._next_beat = time.monotonic() + self._plan.heartbeat_seconds
-        self._leaders.broadcast("alive", self._roster.say().message())
+        self._leaders.broadcast("alive", self._standing())
+
+    def _standing(self) -> Message:
+        """What this replica says of itself, and which others it hears of where: who came at the same time as others, or
+        was told of few by the rendezvous, finds the rest."""
+        others = [[replica, began, *where] for replica, (began, where) in self._roster.whereabouts().items()]
+        return {**self._roster.say().message(), "others": others}
 
     def _alive(self, sender: int, message: Message) -> None:
         standing = Standing.of(message)
@@ -228,6 +237,10 @@ class Coordinator:
             self._leaders.learn(sender, standing.ranks[0])
             self._mourned.discard(sender)
             self._beat()  # a newcomer knows nobody until somebody speaks to it
+        for replica, began, host, port in message["others"]:
+            if 0 <= replica < self._plan.replicas and self._roster.is_news(replica, began):
+                self._leaders.learn(replica, (str(host), int(port)))
+                self._leaders.tell(replica, "alive", self._standing())
 
     def _refused(self) -> None:
         for replica in self._leaders.gone:
@@ -274,10 +287,11 @@ class Coordinator:
         if not able or able[0] != self._plan.replica:
             return
         standings = {r: standing for r in able if (standing := self._roster.standing(r)) is not None}
-        number = self._roster.own.present
-        changed = set(able) != set(self._present)
+        number, latest = self._roster.own.present, max(standing.present for standing in standings.values())
+        # Somebody else may have spoken while it saw nobody lower, and what it said is to be put right.
+        changed = set(able) != set(self._present) or latest > number
         if changed:
-            number = 1 + max(standing.present for standing in standings.values())
+            number = self._next_number(latest)
         behind = [r for r, standing in standings.items() if standing.present < number and r != self._plan.replica]
         now = time.monotonic()
         if not changed and (not behind or now < self._reminded + self._plan.heartbeat_seconds):
@@ -294,14 +308,23 @@ class Coordinator:
     def _told_present(self, sender: int, message: Message) -> None:
         number, first = int(message["number"]), int(message["from"])
         members = tuple(int(replica) for replica in message["members"])
-        # One that leaves this replica out comes from somebody who has lost sight of it, and may have lost more.
-        if number > self._roster.own.present and self._plan.replica in members:
+        # One that leaves this replica out comes from somebody who has lost sight of it, and may have lost more; so may
+        # somebody who speaks though a lower one lives.
+        if number > self._roster.own.present and self._plan.replica in members and not self._lower(sender):
             self._follow(number, first, members, dict(message["ranks"]))
 
     def _follow(self, number: int, first: int, members: tuple[int, ...], ranks: dict[str, Any]) -> None:
         self._present = members
         self._roster.say(present=number)
         self._orders.give({"present": list(members), "from": first, "ranks": ranks})
+
+    def _lower(self, sender: int) -> list[int]:
+        """The able replicas that speak before `sender`."""
+        return [replica for replica in self._roster.able() if replica < sender]
+
+    def _next_number(self, highest: int) -> int:
+        """Higher than `highest`, and never the number of another replica's, whoever else may speak at the moment."""
+        return (highest // self._plan.replicas + 1) * self._plan.replicas + self._plan.replica
 
     # Bad numbers
 
@@ -345,21 +368,27 @@ class Coordinator:
         if proposal is not None and not proposal.committed:
             if now < proposal.deadline:
                 return
-            late = set(proposal.members) - proposal.formed
-            self._spared |= dict.fromkeys(late, now + SPARED_BEATS * plan.heartbeat_seconds)
+            self._spare(set(proposal.members) - proposal.formed)
             self._dissolve(proposal.number, True)
         members = self._wanted(now)
         if members is None or self._first_outer_step(members) * plan.inner_steps >= plan.steps:
             return
         standings = [standing for r in members if (standing := self._roster.standing(r)) is not None]
         highest = max(max(s.circuit, s.highest_circuit) for s in standings)
-        # Never the number of another proposer's, whoever that may be.
-        number = (highest // plan.replicas + 1) * plan.replicas + plan.replica
+        number = self._next_number(highest)
         stores = [serve_store(plan.host, timedelta(seconds=plan.form_seconds)) for _ in range(plan.columns)]
         self._proposal = _Proposal(number, members, now + plan.form_seconds, [store for store, _ in stores])
         message = {"propose": number, "members": list(members), "stores": [list(where) for _, where in stores]}
         for member in members:
             self._tell(member, message)
+
+    def _spare(self, replicas: Iterable[int]) -> None:
+        """Leave out replicas for a while that a proposed circuit has failed on."""
+        for replica in replicas:
+            doublings = self._failures.get(replica, 0)
+            beats = SPARED_BEATS * 2**doublings
+            self._spared[replica] = time.monotonic() + beats * self._plan.heartbeat_seconds
+            self._failures[replica] = min(doublings + 1, LONGEST_SPARED)
 
     def _wanted(self, now: float) -> tuple[int, ...] | None:
         """The members of the circuit that there should be and is not, if this replica is the one to propose it."""
@@ -391,13 +420,20 @@ class Coordinator:
         elif "commit" in message:
             self._commit(int(message["commit"]), int(message["from_step"]))
         elif "dissolved" in message:
-            self._dissolve(int(message["dissolved"]), False)
+            number, proposal = int(message["dissolved"]), self._proposal
+            if proposal is not None and proposal.number == number and not proposal.committed:
+                self._spare([sender])  # it takes another member for dead, and would do so again at once
+            self._dissolve(number, False)
 
     def _proposed(self, sender: int, message: Message) -> None:
         number, members = int(message["propose"]), tuple(sorted(int(replica) for replica in message["members"]))
         if self._plan.replica not in members or len(message["stores"]) != self._plan.columns:
             raise ValueError("a proposal that is not for this replica")
-        if number in self._dissolved or number <= self._roster.own.highest_circuit:
+        if number in self._dissolved:
+            return
+        # Nobody may be promised to two circuits at once: the members of one would wait for those of the other.
+        if number <= self._roster.own.highest_circuit or set(self._lower(sender)) & set(self._plan.site):
+            self._tell(sender, {"formed": number, "problem": "it knows of another one, or who proposes before"})
             return
         self._members[number] = members
         self._roster.say(highest_circuit=number)
@@ -428,11 +464,14 @@ class Coordinator:
         if proposal is None or proposal.number != number or proposal.committed:
             return
         if problem is not None:
-            proposal.deadline = 0.0  # no use in waiting for the others
+            self._spare([member])
+            self._dissolve(number, True)
             return
         proposal.formed.add(member)
         if proposal.formed == set(proposal.members):
             proposal.committed = True
+            for member in proposal.members:
+                self._failures.pop(member, None)
             from_step = self._first_outer_step(proposal.members) * self._plan.inner_steps
             for member in proposal.members:
                 self._tell(member, {"commit": number, "from_step": from_step})

@@ -112,6 +112,24 @@ class Roster:
             self._refused.discard(replica)
             return known is None or known.standing.incarnation != standing.incarnation
 
+    def is_news(self, replica: int, incarnation: int) -> bool:
+        """Whether this process of a replica's leader is none that was heard of, nor one from before."""
+        if replica == self.replica:
+            return False
+        with self._lock:
+            known = self._known.get(replica)
+        return known is None or incarnation > known.standing.incarnation
+
+    def whereabouts(self) -> dict[int, tuple[int, Address]]:
+        """Of every other replica that lives: when its leader's process started, and where it listens."""
+        dead = self.dead()
+        with self._lock:
+            return {
+                replica: (known.standing.incarnation, known.standing.ranks[0])
+                for replica, known in self._known.items()
+                if replica not in dead
+            }
+
     def refused(self, replica: int) -> None:
         """The leader's host refuses connections: its process is gone."""
         with self._lock:

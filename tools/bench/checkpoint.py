@@ -5,8 +5,8 @@
 Throughput: one rank's state (five flat fp32 tensors) against the same bytes in one plain file on the same disk, taking
 turns, synced to disk and read back: with a cold cache, and again with a warm one, where a read is a copy in memory and
 the checksums decide. Saving writes the file with its checksums, the manifest, and renames; loading reads every tensor
-into its place and verifies all checksums, as a resumed rank does. The ratio is the median over the rounds, each of which
-compares the two at nearly the same moment.
+into its place and verifies all checksums, as a resumed rank does. The ratio is the median over the rounds, each of
+which compares the two at nearly the same moment.
 
 Stall: the demo's configuration for `--stall-steps` steps with a checkpoint at every third of them, written behind
 training; the share of the time between checkpoints for which the loop stood still. 0 leaves it out.
