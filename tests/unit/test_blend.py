@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 
 from noloco_mega import config as configs
+from noloco_mega.data import token_files
 from noloco_mega.data.blend import Blend
 from noloco_mega.data.dataset import Dataset
 from noloco_mega.data.loader import open_loader
 from noloco_mega.plan import views
 from tests import corpus
 from tests.unit.test_hf import run
-from tools import evaluate, preprocess_data
+from tools import evaluate
 from tools.preprocess_data import preprocess
 
 SEQ = 16
@@ -138,4 +139,4 @@ def test_three_splits_hold_every_document_once(folder, tmp_path):
     assert (tmp_path / "two_valid.bin").read_bytes() == (tmp_path / "out_valid.bin").read_bytes()
     with pytest.raises(ValueError, match=r"must lie in \[0, 1\), also together"):
         preprocess([source], folder / "t.model", str(tmp_path / "x"), valid_fraction=0.5, test_fraction=0.5)
-    assert preprocess_data.state(prefixes[2], "other") == "outdated"
+    assert token_files.state(prefixes[2], "other") == "outdated"
