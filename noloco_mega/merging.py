@@ -133,13 +133,15 @@ def deviation(replicas: Sequence[SavedReplica]) -> float:
 
 
 @torch.no_grad()
-def loss_of(config: configs.Config, loader: Loader, tensor_of: Callable[[str], torch.Tensor]) -> float:
-    """Nats per token over the run's validation samples."""
+def loss_of(
+    config: configs.Config, loader: Loader, tensor_of: Callable[[str], torch.Tensor], domain: str | None = None
+) -> float:
+    """Nats per token over the run's validation samples, or over those of one of data.valid_domains."""
     total = 0.0
     with whole_model(config.model, tensor_of) as model:
         device = next(model.parameters()).device
         for microbatch in range(config.run.eval_microbatches):
-            batch = loader.valid(microbatch)
+            batch = loader.valid(microbatch, domain)
             losses = model(batch.tokens.to(device), None, None, labels=batch.labels.to(device))
             mask = batch.loss_mask.to(device)
             total += float((losses * mask).sum() / mask.sum())

@@ -81,8 +81,13 @@ def test_a_run_reads_the_blend_in_its_shares(folder):
     assert counts.sum() == 80 and (np.abs(counts - 0.8 * np.array([50, 20, 30])) <= 8).all()
     plain = open_loader(configs.parse(blended(folder, blend={})), views.initial(4))
     assert loader.digest() != plain.digest()
-    domain = open_loader(config, views.initial(1), "other")
-    assert domain.valid(0).tokens.min() >= 280 > loader.valid(0).tokens.max()
+    assert loader.valid(0, "other").tokens.min() >= 280 > loader.valid(0).tokens.max()
+    without = open_loader(configs.parse(blended(folder, valid_domains={})), views.initial(4))
+    assert loader.digest() == without.digest()
+    raw = blended(folder)
+    raw["run"]["eval_microbatches"], raw["data"]["valid_domains"] = 3, {"few": str(folder / "c")}
+    with pytest.raises(ValueError, match=r"need 6 samples, but .*/c has 5"):
+        open_loader(configs.parse(raw), views.initial(4))
 
 
 @pytest.mark.parametrize(
