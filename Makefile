@@ -80,4 +80,5 @@ $(SLOW)/.installed: requirements-slow.txt $(VENV)/.installed
 test-slow: install $(SLOW)/.installed
 	$(PYTEST) --durations=20 -m slow tests
 	PYTHONPATH=$(CURDIR) NOLOCO_TRANSFORMERS4=$(CURDIR)/$(SLOW)/transformers4 \
-		$(SLOW)/bin/python -m pytest --durations=20 tests/slow tests/unit/test_tokenizer_json.py
+		$(SLOW)/bin/python -m pytest --durations=20 tests/slow \
+		tests/unit/test_tokenizer_json.py tests/unit/test_cuts.py

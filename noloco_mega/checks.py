@@ -317,11 +317,18 @@ def _output(run: Run) -> Iterator[str]:
     if not name or name != name.strip() or "/" in name or "\0" in name or name in (".", "..") or len(name) > 200:
         yield f'run.name "{name}" must be one folder name; put parents into run.directory'
     yield from _path("run.directory", run.directory)
+    yield from _path("run.init_from", run.init_from)
 
 
 def _paths(data: Data) -> Iterator[str]:
     for name in ("train", "valid", "tokenizer", "cache"):
         yield from _path(f"data.{name}", getattr(data, name))
+    for prefix in data.blend:
+        yield from _path("data.blend", prefix)
+    for domain, prefix in data.valid_domains.items():
+        yield from _path(f"data.valid_domains.{domain}", prefix)
+        if not domain or domain != domain.strip() or "\0" in domain:
+            yield f"data.valid_domains names a domain {domain!r}; give it a name without spaces at its ends"
 
 
 def _path(name: str, path: str | None) -> Iterator[str]:

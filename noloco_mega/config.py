@@ -140,7 +140,8 @@ class Data:
     """Further training data by path prefix, with its share of the samples, e.g. {"data/code": 0.3}; `train` has the
     rest. Small data sets are repeated within an epoch as their share asks for."""
     valid_domains: dict[str, str] = field(default_factory=dict)
-    """Further validation data by name, e.g. {"code": "data/code_valid"}; tools/evaluate.py reports each."""
+    """Further validation data by name, e.g. {"code": "data/code_valid"}: evaluated whenever `valid` is, on as many
+    microbatches each."""
     tokenizer: str
     """Path of the tokenizer that wrote both: a sentencepiece model, or a Hugging Face fast tokenizer (tokenizer.json or
     a folder with it); read for its vocabulary size and for printed samples."""

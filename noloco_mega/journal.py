@@ -21,6 +21,7 @@
     present                    the replicas that are paired at this step, as far as this one knows
     save_seconds               for which training stood still to save checkpoints since the last row
     val_loss                   at evaluations: nats per token on the validation samples, along identity routes
+    val_loss_by_domain         the same on each of data.valid_domains, by name
     at_end                     what is here only because the run ended at this step: "row" (all of it) or "val_loss";
                                void once the run goes on from here
     resumed                    the run went on from here: what this replica has written beyond is void (see read_rows)
@@ -51,6 +52,7 @@ COLUMNS = (
     *("step", "replica", "loss", "lr", "grad_norm", "tokens", "tokens_per_second", "outer_step", "partner"),
     *("exchange_seconds", "exchange_bytes", "missed", "missed_reason", "unacknowledged", "spread", "val_loss"),
     *("routed", "redone_steps", "bad_steps", "skipped_steps", "present", "save_seconds", "at_end"),
+    "val_loss_by_domain",
 )
 
 
@@ -77,6 +79,7 @@ class Journal:
         self._probes = Trackers()
         self._losses: list[StepLoss] = []
         self._val_loss: float | None = None
+        self._val_loss_by_domain: dict[str, float] | None = None
         self._missed: set[int] = set()
         self._unwritable: set[str] = set()
         """What could not be written last time."""
@@ -122,11 +125,17 @@ class Journal:
         self._losses = [StepLoss(torch.tensor(total, dtype=torch.float64), count) for total, count in losses]
         self._since, self._logged_step, self._skipped = time.monotonic(), start, skipped
 
-    def evaluate(self, evaluation: Callable[[], StepLoss], peers: Peers) -> None:
-        """Run an evaluation; its loss goes into the row that comes next."""
+    def evaluate(self, evaluation: Callable[[str | None], StepLoss], peers: Peers) -> None:
+        """Run an evaluation, of the validation data (None) and of each domain; the losses go into the row that comes
+        next."""
         began = time.monotonic()
-        total, count = peers.total(_sum_and_count([evaluation()]))
-        self._val_loss = self.last["val_loss"] = total / count
+        domains = list(self._config.data.valid_domains)
+        losses = [evaluation(domain) for domain in (None, *domains)]
+        sums = peers.total([value for loss in losses for value in _sum_and_count([loss])])
+        self._val_loss, *rest = (total / count for total, count in zip(sums[0::2], sums[1::2], strict=True))
+        self.last["val_loss"] = self._val_loss
+        if domains:
+            self._val_loss_by_domain = dict(zip(domains, rest, strict=True))
         self._since += time.monotonic() - began  # an evaluation's time is not training time
 
     def started(self) -> None:
@@ -248,8 +257,9 @@ class Journal:
         }
 
     def _log(self, step: int, row: dict[str, Any]) -> None:
-        whole = {"step": step, "replica": self._place.replica, **row, "val_loss": self._val_loss}
-        self._val_loss = None
+        whole = {"step": step, "replica": self._place.replica, **row}
+        whole |= {"val_loss": self._val_loss, "val_loss_by_domain": self._val_loss_by_domain}
+        self._val_loss = self._val_loss_by_domain = None
         self._write("rows", self._trackers, dict.fromkeys(COLUMNS) | whole, step)
 
     def _make_folder(self, *, config: bool) -> None:

@@ -64,6 +64,41 @@ def differences(one: configs.Model, other: configs.Model, ignored: Sequence[str]
     ]
 
 
+def refuse_other_models(replicas: Sequence[SavedReplica]) -> None:
+    """Raise ValueError, naming two folders and what differs, unless all weights are of one model."""
+    for other in replicas[1:]:
+        unlike = differences(model_of(other), model_of(replicas[0]))
+        if unlike:
+            raise ValueError(f"{other.folder} holds another model than {replicas[0].folder}: {'; '.join(unlike)}")
+
+
+def refuse_mixture(replicas: Sequence[SavedReplica]) -> None:
+    """Raise ValueError, naming two folders and what differs, unless all weights are of one run and step."""
+    refuse_other_models(replicas)
+    one = _origin(replicas[0].manifest)
+    for weights in replicas[1:]:
+        other = _origin(weights.manifest)
+        keys = [key for key in one | other if one.get(key) != other.get(key)]
+        if keys:
+            told = "; ".join(f"{key}: {other.get(key)} against {one.get(key)}" for key in keys[:5])
+            raise ValueError(f"{weights.folder} is not of the run and step of {replicas[0].folder}: {told}")
+
+
+def _origin(manifest: dict[str, Any]) -> dict[str, Any]:
+    """What all replicas' weights of one run and step have in common; paths and logging may differ."""
+    config: dict[str, Any] = manifest.get("config") or {}
+    origin = {"step": manifest.get("step"), "token files": manifest.get("data")}
+    origin |= {f"run.{key}": config["run"].get(key) for key in ("name", "seed", "steps") if config}
+    for block, settings in config.items():
+        if block in ("run", "data"):
+            continue
+        if isinstance(settings, dict):
+            origin |= {f"{block}.{key}": value for key, value in settings.items()}
+        else:
+            origin[block] = settings
+    return origin
+
+
 def planned(weights: SavedReplica) -> list[Planned]:
     """What these weights hold, in the order of the model, without reading it."""
     return [Planned(name, weights.shape(name), weights.dtype(name)) for name in weights.names]
@@ -98,13 +133,15 @@ def deviation(replicas: Sequence[SavedReplica]) -> float:
 
 
 @torch.no_grad()
-def loss_of(config: configs.Config, loader: Loader, tensor_of: Callable[[str], torch.Tensor]) -> float:
-    """Nats per token over the run's validation samples."""
+def loss_of(
+    config: configs.Config, loader: Loader, tensor_of: Callable[[str], torch.Tensor], domain: str | None = None
+) -> float:
+    """Nats per token over the run's validation samples, or over those of one of data.valid_domains."""
     total = 0.0
     with whole_model(config.model, tensor_of) as model:
         device = next(model.parameters()).device
         for microbatch in range(config.run.eval_microbatches):
-            batch = loader.valid(microbatch)
+            batch = loader.valid(microbatch, domain)
             losses = model(batch.tokens.to(device), None, None, labels=batch.labels.to(device))
             mask = batch.loss_mask.to(device)
             total += float((losses * mask).sum() / mask.sum())

@@ -116,7 +116,8 @@ class JsonLines:
 
 
 class TensorBoard:
-    """The numeric values of a row as scalars, one event file per replica; a new one if the folder is removed."""
+    """The numeric values of a row as scalars, those of an object under KEY/NAME; one event file per replica, and
+    a new one if the folder is removed."""
 
     def __init__(self, folder: Path, start: int | None = None) -> None:
         """`start`: the step that the run goes on from; events of later steps, which it left there, disappear."""
@@ -133,8 +134,10 @@ class TensorBoard:
             self._within = identity(self._folder)
         try:
             for key, value in row.items():
-                if key not in ("step", "replica") and isinstance(value, (int, float)):
-                    self._writer.add_scalar(key, value, row["step"])
+                parts = value if isinstance(value, Mapping) else {"": value}
+                for tag, number in ((f"{key}/{name}" if name else key, part) for name, part in parts.items()):
+                    if tag not in ("step", "replica") and isinstance(number, (int, float)):
+                        self._writer.add_scalar(tag, number, row["step"])
         except OSError:
             self.close()  # a writer that has failed once fails for ever
             raise
@@ -287,11 +290,15 @@ def write_json(path: Path, value: Any) -> None:
 
 def _number(value: Any) -> Any:
     """The inverse of `_plain`."""
+    if isinstance(value, dict):
+        return {key: _number(part) for key, part in value.items()}
     return float(value) if isinstance(value, str) and value in ("nan", "inf", "-inf") else value
 
 
 def _plain(value: Any) -> Any:
     """JSON has no NaN or infinity; they are written as strings, so that a diverged run still parses everywhere."""
+    if isinstance(value, Mapping):
+        return {key: _plain(part) for key, part in value.items()}
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value

@@ -68,18 +68,23 @@ class Pipeline:
         bad = (~torch.isfinite(loss.each)).nonzero().flatten().tolist()
         return [carriers(circuit.routes, step, n * data + place.data, place.stage, place.replica) for n in bad]
 
-    def evaluate(self, circuit: Circuit) -> StepLoss:
-        """The loss on the validation microbatches, shared out over the D pipelines, without gradients.
+    def evaluate(self, circuit: Circuit, domain: str | None = None) -> StepLoss:
+        """The loss on the validation microbatches, or on those of a domain, shared out over the D pipelines, without
+        gradients.
 
         Every replica reads the same samples, so `circuit` is the replica's own. Raises LinkBroken.
         """
         assert isinstance(circuit.routes, IdentityRoutes), "an evaluation stays inside its replica"
+
+        def read(microbatch: int) -> Batch:
+            return self._loader.valid(microbatch, domain)
+
         numbers = self._numbers(self._config.run.eval_microbatches)
         training = self._model.training
         self._model.eval()
         try:
             with torch.no_grad():
-                return self._run(0, circuit, self._loader.valid, numbers, forward_only=True)
+                return self._run(0, circuit, read, numbers, forward_only=True)
         finally:
             self._model.train(training)
 

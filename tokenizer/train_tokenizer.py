@@ -17,6 +17,7 @@ from pathlib import Path
 import sentencepiece
 
 from noloco_mega.data import documents
+from noloco_mega.entry import guarded
 
 ROW_MULTIPLE = 128
 CHUNK_CHARACTERS = 2048
@@ -143,19 +144,17 @@ def parser() -> argparse.ArgumentParser:
     return options
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    options = parser().parse_args(arguments)
-    try:
-        size = rows(options.vocab_size, options.tensor)
-        _refuse_existing(options.output, options.force)
-        pieces = chunks(options.inputs, options.key, options.max_characters, options.seed)
-        model = train(pieces, size)
-        write(options.output, model, options.force)
-    except ValueError as error:
-        print(f"train_tokenizer: {error}", file=sys.stderr)
-        return 1
+def run(options: argparse.Namespace) -> None:
+    size = rows(options.vocab_size, options.tensor)
+    _refuse_existing(options.output, options.force)
+    pieces = chunks(options.inputs, options.key, options.max_characters, options.seed)
+    model = train(pieces, size)
+    write(options.output, model, options.force)
     print(f"{options.output}: {size} tokens, SHA-256 {hashlib.sha256(model).hexdigest()}")
-    return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    return guarded(run, parser().parse_args(arguments))
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ def choose(found: list[SavedReplica], replica: int | None, merge: str | None) ->
         return chosen
     if len(found) > 1 and merge is None:
         raise ValueError(f"the checkpoint has {len(found)} replicas: give --replica R, or --merge mean")
+    merging.refuse_mixture(found)
     return found
 
 

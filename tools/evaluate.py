@@ -15,7 +15,7 @@ from typing import Any
 from noloco_mega import config as configs
 from noloco_mega import merging
 from noloco_mega.checkpoint.reader import SavedReplica, mean_tensor
-from noloco_mega.data.loader import open_loader
+from noloco_mega.data.loader import Loader, open_loader
 from noloco_mega.entry import guarded
 from noloco_mega.metrics import write_json
 from noloco_mega.plan import views
@@ -38,16 +38,15 @@ def run(arguments: argparse.Namespace) -> None:
     print(f"mean of the {len(replicas)} replicas' weights: {loss:.4f} (perplexity {math.exp(loss):.2f})")
     print(f"deviation of the replicas' weights from their mean: {result['deviation']:.4f}")
     if config.data.valid_domains:
-        result["domains"] = {name: domain(name, config, replicas) for name in config.data.valid_domains}
+        result["domains"] = {name: domain(name, config, loader, replicas) for name in config.data.valid_domains}
     if arguments.json:
         write_json(arguments.json, result)
 
 
-def domain(name: str, config: configs.Config, replicas: list[SavedReplica]) -> dict[str, Any]:
+def domain(name: str, config: configs.Config, loader: Loader, replicas: list[SavedReplica]) -> dict[str, Any]:
     """The losses on one of data.valid_domains, of each replica and of their mean; printed too."""
-    loader = open_loader(config, views.initial(1), name)
-    each = {w.manifest["replica"]: merging.loss_of(config, loader, w.tensor) for w in replicas}
-    mean = merging.loss_of(config, loader, lambda tensor: mean_tensor(replicas, tensor))
+    each = {w.manifest["replica"]: merging.loss_of(config, loader, w.tensor, name) for w in replicas}
+    mean = merging.loss_of(config, loader, lambda tensor: mean_tensor(replicas, tensor), name)
     told = ", ".join(f"replica {replica} {loss:.4f}" for replica, loss in each.items())
     print(f"{name}: validation loss {told}, mean of the weights {mean:.4f}")
     return {"replicas": each, "mean_of_weights": mean}

@@ -1,6 +1,8 @@
 """Text from trained weights: continue a prompt with one replica's, with the mean of several, or an exported folder's.
 
-python tools/generate.py runs/NAME/replica_00/weights [MORE ...] --prompt "def main(" [--tokens 100]
+    python tools/generate.py runs/NAME/replica_00/weights [MORE ...] --prompt "def main(" [--tokens 100]
+
+Weights that are averaged must be of one run and step, unless --any-runs says that they need not be.
 """
 
 from __future__ import annotations
@@ -59,14 +61,21 @@ def continue_text(
     return tokenizer.decode(ids)
 
 
-def source_of(folders: list[Path]) -> tuple[configs.Model, Callable[[str], torch.Tensor], Path]:
-    """The model in these folders, its weights by name, and its tokenizer. Raises ValueError."""
+def source_of(folders: list[Path], any_runs: bool = False) -> tuple[configs.Model, Callable[[str], torch.Tensor], Path]:
+    """The model in these folders, its weights by name, and its tokenizer.
+
+    Raises ValueError, also for weights of several runs or steps unless `any_runs`.
+    """
     if any((folder / "config.json").exists() for folder in folders):
         if len(folders) > 1:
             raise ValueError("give one Hugging Face folder; only folders of a run's weights are averaged")
         hub = HubModel(folders[0])
         return hub.described.model, hub.tensor, folders[0]
     replicas = [SavedReplica(folder) for folder in folders]
+    if any_runs:
+        merging.refuse_other_models(replicas)
+    else:
+        merging.refuse_mixture(replicas)
     config = merging.run_of(replicas[0])
     tokenizer = replicas[0].folder / "tokenizer" if config is None else Path(config.data.tokenizer)
     return merging.model_of(replicas[0]), lambda name: mean_tensor(replicas, name), tokenizer
@@ -75,7 +84,7 @@ def source_of(folders: list[Path]) -> tuple[configs.Model, Callable[[str], torch
 def run(arguments: argparse.Namespace) -> None:
     if arguments.temperature < 0 or not 0 < arguments.top_p <= 1:
         raise ValueError("--temperature must be at least 0, --top-p in (0, 1]")
-    described, tensor_of, path = source_of(arguments.weights)
+    described, tensor_of, path = source_of(arguments.weights, arguments.any_runs)
     tokenizer = Tokenizer(arguments.tokenizer or path)
     with whole_model(described, tensor_of) as model:
         for prompt in arguments.prompt:
@@ -99,6 +108,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=100, help="tokens to add at most (default: %(default)s)")
     parser.add_argument("--temperature", type=float, default=0.8, help="default: %(default)s; 0: the likeliest")
     parser.add_argument("--top-p", type=float, default=0.95, help="default: %(default)s")
+    parser.add_argument("--any-runs", action="store_true", help="average weights of different runs or steps, too")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tokenizer", metavar="FILE", help="default: the run's own")
     return guarded(run, parser.parse_args())

@@ -34,10 +34,7 @@ def chosen(run: Path, replicas: list[int] | None) -> list[SavedReplica]:
             f"--replicas must name different ones of {', '.join(map(str, found))}; given {', '.join(map(str, wanted))}"
         )
     weights = [found[replica] for replica in wanted]
-    for other in weights[1:]:
-        unlike = merging.differences(merging.model_of(weights[0]), merging.model_of(other))
-        if unlike:
-            raise ValueError(f"{other.folder} holds another model than {weights[0].folder}: {'; '.join(unlike)}")
+    merging.refuse_mixture(weights)
     return weights
 
 

@@ -6,6 +6,7 @@ python tools/plot.py runs/NAME [MORE ...] --output curves.png
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +17,37 @@ from noloco_mega.metrics import read_rows
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+
+DOMAINS = "val_loss_by_domain"
 
 
-def series(rows: list[dict[str, Any]], key: str, replica: int) -> tuple[list[int], list[float]]:
+def series(rows: list[dict[str, Any]], key: str, replica: int) -> tuple[list[int], list[Any]]:
     """Steps and values of one replica's rows that have `key`."""
-    found = [(row["step"], row[key]) for row in rows if row["replica"] == replica and row[key] is not None]
+    found = [(row["step"], row[key]) for row in rows if row["replica"] == replica and row.get(key) is not None]
     return [step for step, _ in found], [value for _, value in found]
 
 
+def plot_domains(axes: Axes, folder: Path, rows: list[dict[str, Any]]) -> None:
+    """Validation loss on each domain of a run: a line per domain and replica, a colour per domain."""
+    for domain in dict.fromkeys(name for row in rows for name in row.get(DOMAINS) or ()):
+        color: Any = None
+        label = f"{folder.name}, {domain}"
+        for replica in sorted({row["replica"] for row in rows}):
+            steps, losses = series(rows, DOMAINS, replica)
+            values = [loss.get(domain, math.nan) for loss in losses]
+            (line,) = axes.plot(steps, values, "o-", color=color, label=label, markersize=3, alpha=0.7)
+            color, label = line.get_color(), "_nolegend_"
+    axes.set(xlabel="inner step", ylabel="nats per token", title="validation loss by domain (a line per replica)")
+    axes.legend(fontsize=8)
+
+
 def run(arguments: argparse.Namespace) -> None:
-    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.5), layout="constrained")
-    for folder in arguments.runs:
-        rows = read_rows(folder / "metrics.jsonl")
+    runs = {folder: read_rows(folder / "metrics.jsonl") for folder in arguments.runs}
+    with_domains = {folder: rows for folder, rows in runs.items() if any(row.get(DOMAINS) for row in rows)}
+    panels = 3 if with_domains else 2
+    figure, (left, right, *more) = plt.subplots(1, panels, figsize=(6 * panels, 4.5), layout="constrained")
+    for folder, rows in runs.items():
         for replica in sorted({row["replica"] for row in rows}):
             label = f"{folder.name}, replica {replica}"
             (line,) = left.plot(*series(rows, "loss", replica), alpha=0.5, linewidth=1)
@@ -36,7 +56,10 @@ def run(arguments: argparse.Namespace) -> None:
     left.set(xlabel="inner step", ylabel="nats per token", title="loss (lines: training, dots: validation)")
     right.set(xlabel="inner step", ylabel="‖c_i − c_j‖ / ‖c_i‖", title="spread, as each exchange measures it")
     right.set_ylim(bottom=0)
-    for axes in (left, right):
+    for axes in more:
+        for folder, rows in with_domains.items():
+            plot_domains(axes, folder, rows)
+    for axes in (left, right, *more):
         axes.grid(alpha=0.3)
     left.legend(fontsize=8)
     figure.savefig(arguments.output, dpi=120)

@@ -4,7 +4,8 @@ r"""Turn text into the token files that training reads: Megatron's .bin/.idx, wi
         --valid-fraction 0.02 --workers 8
 
 Every document is tokenized whole and ends with the end-of-document token. The output depends on the text, the
-tokenizer and the options, not on the number of workers. Where it is there already, nothing is done.
+tokenizer and the options, not on the number of workers. Where it is there already, nothing is done. A run that was
+killed left OUTPUT.unfinished; the same command goes on from there.
 """
 
 from __future__ import annotations
@@ -13,26 +14,29 @@ import argparse
 import hashlib
 import json
 import os
+import signal
 import sys
+import threading
 import time
-import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack
+from concurrent.futures.process import BrokenProcessPool
 from functools import lru_cache, partial
-from multiprocessing import get_context
+from importlib.metadata import version
+from itertools import islice
+from multiprocessing import get_context, parent_process
 from pathlib import Path
-from types import ModuleType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from noloco_mega.data import documents
+from noloco_mega.data import documents, token_files
 from noloco_mega.data.documents import Record
 from noloco_mega.data.tokenizer import Tokenizer
+from noloco_mega.entry import guarded
 
 FORMAT = 1
 BATCH_BYTES = 1 << 20
@@ -76,61 +80,6 @@ def encode(tokenizer_path: str, key: str, batch: Sequence[Record]) -> list[Encod
     return encoded
 
 
-def megatron_format() -> ModuleType:
-    """megatron-core's reader and writer of the format. Imported late: it imports torch, which no worker needs."""
-    with warnings.catch_warnings():
-        # Importing any part of megatron-core tells that its GPU extensions are absent; nothing here computes.
-        warnings.simplefilter("ignore")
-        from megatron.core.datasets import indexed_dataset
-    return indexed_dataset
-
-
-class Output:
-    """One PREFIX.bin / .json / .idx, written beside and renamed by `finish`, the .idx last: a file set is whole or
-    has no .idx. Left without `finish`, it removes what it wrote."""
-
-    def __init__(self, prefix: str, dtype: type[np.integer]) -> None:
-        self.prefix, self.documents, self.tokens, self.max_token, self.text_bytes = prefix, 0, 0, 0, 0
-        self._dtype = np.dtype(dtype)
-        Path(prefix).parent.mkdir(parents=True, exist_ok=True)
-        self._beside = {suffix: f"{prefix}{suffix}.partial-{os.getpid()}" for suffix in (".bin", ".json", ".idx")}
-        self._builder = megatron_format().IndexedDatasetBuilder(self._beside[".bin"], dtype=dtype)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._builder.data_file.close()
-        for path in self._beside.values():
-            Path(path).unlink(missing_ok=True)
-
-    def add(self, tokens: np.ndarray, text_bytes: int) -> None:
-        """Append a document. Raises ValueError for an id that the file's dtype would wrap."""
-        largest = int(tokens.max())
-        if tokens.min() < 0 or largest > np.iinfo(self._dtype).max:
-            raise ValueError(f"token id {largest if largest > 0 else tokens.min()} does not fit into {self._dtype}")
-        self._builder.add_document(tokens, [len(tokens)])
-        self.documents += 1
-        self.tokens += len(tokens)
-        self.text_bytes += text_bytes
-        self.max_token = max(self.max_token, largest)
-
-    def finish(self, facts: dict[str, Any]) -> None:
-        """Put the files in place; `facts` are noted in the .json."""
-        self._builder.finalize(self._beside[".idx"])
-        counts = {
-            "documents": self.documents,
-            "tokens": self.tokens,
-            "text_bytes": self.text_bytes,
-            "max_token": self.max_token,
-            "dtype": self._dtype.name,
-        }
-        Path(self._beside[".json"]).write_text(json.dumps(counts | facts, indent=1) + "\n")
-        Path(f"{self.prefix}.idx").unlink(missing_ok=True)
-        for suffix, path in self._beside.items():
-            os.replace(path, self.prefix + suffix)
-
-
 def batches(records: Iterable[Record]) -> Iterator[list[Record]]:
     """Runs of records of about BATCH_BYTES."""
     batch: list[Record] = []
@@ -153,15 +102,33 @@ def encoded_batches(
         for batch in batches(records):
             yield batch, work(batch)
         return
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_end_with_parent) as pool:
         running: deque[tuple[list[Record], Any]] = deque()
-        for batch in batches(records):
-            running.append((batch, pool.submit(work, batch)))
-            if len(running) > BATCHES_AHEAD * workers:
-                done, future = running.popleft()
+        try:
+            for batch in batches(records):
+                running.append((batch, pool.submit(work, batch)))
+                if len(running) > BATCHES_AHEAD * workers:
+                    done, future = running.popleft()
+                    yield done, future.result()
+            for done, future in running:
                 yield done, future.result()
-        for done, future in running:
-            yield done, future.result()
+        except BrokenProcessPool as error:
+            raise ChildProcessError(
+                "a worker was killed (is there enough memory for --workers?); the same command goes on from here"
+            ) from error
+
+
+def _end_with_parent() -> None:
+    """In a worker: leave Ctrl-C to the parent, and end when the parent is gone, which a pool's worker would not see."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def fingerprint(
@@ -171,22 +138,6 @@ def fingerprint(
     parts = [FORMAT, documents.fingerprint(paths), tokenizer.digest, key, valid_fraction]
     parts += [test_fraction] if test_fraction else []
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
-
-
-def state(prefix: str, wanted: str) -> str:
-    """One of current, missing, outdated (made from something else), foreign (no .json: not made by this program)."""
-    binary, index, sidecar = (Path(prefix + suffix) for suffix in (".bin", ".idx", ".json"))
-    if not sidecar.exists():
-        return "foreign" if binary.exists() or index.exists() else "missing"
-    try:
-        facts = json.loads(sidecar.read_text())
-        same = facts["fingerprint"] == wanted
-        size_bytes = facts["tokens"] * np.dtype(facts["dtype"]).itemsize
-    except (json.JSONDecodeError, KeyError, TypeError):
-        return "outdated"
-    if not (binary.exists() and index.exists() and binary.stat().st_size == size_bytes):
-        return "missing"
-    return "current" if same else "outdated"
 
 
 def preprocess(
@@ -199,13 +150,15 @@ def preprocess(
     test_fraction: float = 0.0,
     workers: int = 1,
     force: bool = False,
+    resume: bool = True,
     console: Console | None = None,
 ) -> list[str]:
     """Tokenize the inputs into OUTPUT, or into OUTPUT_train, OUTPUT_valid and OUTPUT_test, those that have a part;
     returns these path prefixes.
 
-    Documents that can't be used are named on the console and counted in the .json. Raises ValueError if the inputs,
-    the tokenizer or the output are unusable; nothing has been replaced by then.
+    Documents that can't be used are named on the console and counted in the .json. With `resume`, goes on where a run
+    with the same text, tokenizer and options was interrupted. Raises ValueError if the inputs, the tokenizer or the
+    output are unusable; nothing has been replaced by then.
     """
     console = console or Console(stderr=True)
     if min(valid_fraction, test_fraction) < 0 or valid_fraction + test_fraction >= 1 or workers < 1:
@@ -220,68 +173,81 @@ def preprocess(
     ends = {name: end for name, end in ends.items() if end}
     prefixes = [f"{output}_{name}" for name in ("train", *ends)] if ends else [output]
     wanted = fingerprint(paths, tokenizer, key, valid_fraction, test_fraction)
-    states = {prefix: state(prefix, wanted) for prefix in prefixes}
+    states = {prefix: token_files.state(prefix, wanted) for prefix in prefixes}
     foreign = [prefix for prefix, found in states.items() if found == "foreign"]
     if foreign and not force:
         raise ValueError(
             f"{foreign[0]}.bin or .idx exists without a .json of this program; choose another --output, or --force"
         )
+    unfinished = Path(f"{output}.unfinished")
     if set(states.values()) == {"current"} and not force:
+        token_files.clear(unfinished)
         console.print(f"{', '.join(prefixes)}: up to date, nothing to do", highlight=False)
         return prefixes
     for prefix, found in states.items():
         reason = {"outdated": "the text, the tokenizer or the options changed", "current": "as asked"}.get(found, found)
         console.print(f"{prefix}: writing ({reason})", highlight=False)
-    _write(paths, tokenizer, prefixes, key, list(ends.values()), workers, wanted, console)
+    # What tokenized the first part must tokenize the rest.
+    identity = f"{wanted} {' '.join(version(name) for name in ('sentencepiece', 'tokenizers'))}"
+    dtype = token_files.narrowest(tokenizer.vocab_size)
+    with token_files.Draft(unfinished, prefixes, dtype, identity, resume=resume) as draft:
+        if draft.resumed:
+            console.print(f"going on behind the {draft.done.records} documents of an interrupted run", highlight=False)
+        elif draft.dropped:
+            reason = "it was of another text, tokenizer or options, or is damaged" if resume else "as asked"
+            console.print(f"an interrupted run is dropped ({reason})", highlight=False)
+        if not draft.complete:
+            _tokenize(draft, paths, tokenizer, key, list(ends.values()), workers, console)
+        _refuse_empty(draft, prefixes, bool(ends))
+        facts = {"vocab_size": tokenizer.vocab_size, "tokenizer_sha256": tokenizer.digest}
+        draft.finish(facts | {"left_out_of_input": draft.done.left_out, "fingerprint": wanted})
+    if draft.done.left_out:
+        console.print(f"{draft.done.left_out} documents were left out", highlight=False)
+    for prefix, counts in zip(prefixes, draft.counts, strict=True):
+        console.print(f"{prefix}: {counts.documents} documents, {counts.tokens} tokens", highlight=False)
     return prefixes
 
 
-def _write(
+def _tokenize(
+    draft: token_files.Draft,
     paths: Sequence[Path],
     tokenizer: Tokenizer,
-    prefixes: Sequence[str],
     key: str,
     ends: Sequence[float],
     workers: int,
-    wanted: str,
     console: Console,
 ) -> None:
-    dtype = megatron_format().DType.optimal_dtype(tokenizer.vocab_size)
-    started, unusable = time.monotonic(), 0
-    work = partial(encode, str(tokenizer.path), key)
-    with ExitStack() as stack:
-        outputs = [stack.enter_context(Output(prefix, dtype)) for prefix in prefixes]
-        progress = stack.enter_context(_progress(console))
-        bar = progress.add_task("tokenizing", total=sum(path.stat().st_size for path in paths))
-        for batch, encoded in encoded_batches(work, documents.records(paths, key), workers):
+    """Add what the draft does not hold yet of the inputs' documents."""
+    done = draft.done
+    started_seconds, before_bytes = time.monotonic(), sum(counts.text_bytes for counts in draft.counts)
+    remaining = islice(documents.records(paths, key), done.records, None)
+    with _progress(console) as progress:
+        total_bytes = sum(path.stat().st_size for path in paths)
+        bar = progress.add_task("tokenizing", total=total_bytes, completed=done.input_bytes)
+        for batch, encoded in encoded_batches(partial(encode, str(tokenizer.path), key), remaining, workers):
             for document in encoded:
                 if document.tokens is None:
-                    unusable += 1
-                    if unusable <= SHOWN_PROBLEMS:
+                    done.left_out += 1
+                    if done.left_out <= SHOWN_PROBLEMS:
                         console.print(f"left out: {document.problem}", highlight=False, markup=False)
                     continue
                 part = next((number for number, end in enumerate(ends, 1) if document.draw < end), 0)
-                outputs[part].add(document.tokens, document.text_bytes)
-            progress.advance(bar, sum(record.size_bytes for record in batch))
-        for output in outputs:
-            if not output.documents:
-                raise ValueError(
-                    f"no usable document for {output.prefix}; give more text" + (" or other fractions" if ends else "")
-                )
-        facts = {
-            "vocab_size": tokenizer.vocab_size,
-            "tokenizer_sha256": tokenizer.digest,
-            "left_out_of_input": unusable,
-            "fingerprint": wanted,
-        }
-        for output in outputs:
-            output.finish(facts)
-    if unusable:
-        console.print(f"{unusable} documents were left out", highlight=False)
-    seconds, megabytes = time.monotonic() - started, sum(output.text_bytes for output in outputs) / 1e6
-    for output in outputs:
-        console.print(f"{output.prefix}: {output.documents} documents, {output.tokens} tokens", highlight=False)
+                draft.files[part].add(document.tokens, document.text_bytes)
+            done.records += len(batch)
+            done.input_bytes += sum(record.size_bytes for record in batch)
+            draft.save_if_due()
+            progress.update(bar, completed=done.input_bytes)
+    seconds = time.monotonic() - started_seconds
+    megabytes = (sum(counts.text_bytes for counts in draft.counts) - before_bytes) / 1e6
     console.print(f"{megabytes:.1f} MB in {seconds:.1f} s, {megabytes / seconds:.2f} MB/s", highlight=False)
+
+
+def _refuse_empty(draft: token_files.Draft, prefixes: Sequence[str], split: bool) -> None:
+    for prefix, counts in zip(prefixes, draft.counts, strict=True):
+        if not counts.documents:
+            raise ValueError(
+                f"no usable document for {prefix}; give more text" + (" or other fractions" if split else "")
+            )
 
 
 def _progress(console: Console) -> Progress:
@@ -304,26 +270,26 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--test-fraction", type=float, default=0.0, help="the same for OUTPUT_test")
     options.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes that tokenize")
     options.add_argument("--force", action="store_true", help="write even if the output exists")
+    options.add_argument("--no-resume", action="store_true", help="begin anew even if an interrupted run left a part")
     return options
 
 
+def run(options: argparse.Namespace) -> None:
+    preprocess(
+        options.inputs,
+        options.tokenizer,
+        options.output,
+        key=options.key,
+        valid_fraction=options.valid_fraction,
+        test_fraction=options.test_fraction,
+        workers=options.workers,
+        force=options.force,
+        resume=not options.no_resume,
+    )
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = parser().parse_args(arguments)
-    try:
-        preprocess(
-            options.inputs,
-            options.tokenizer,
-            options.output,
-            key=options.key,
-            valid_fraction=options.valid_fraction,
-            test_fraction=options.test_fraction,
-            workers=options.workers,
-            force=options.force,
-        )
-    except ValueError as error:
-        print(f"preprocess_data: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return guarded(run, parser().parse_args(arguments))
 
 
 if __name__ == "__main__":

@@ -18,6 +18,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from noloco_mega.entry import guarded
+
 ELSEWHERE = frozenset({"site-packages", "dist-packages", "__pycache__"})
 TESTS = frozenset({"test", "tests", "idle_test", "testing"})
 
@@ -69,23 +71,23 @@ def write(path: Path, texts: Sequence[tuple[Path, str]]) -> None:
     os.replace(beside.name, path)
 
 
+def run(chosen: argparse.Namespace) -> None:
+    root = Path(sysconfig.get_path("stdlib"))
+    texts, left_out = read(root, sources(root, chosen.with_tests))
+    texts = capped(texts, chosen.max_megabytes * 1e6)
+    if not texts:
+        raise ValueError(f"{root} gave no document within {chosen.max_megabytes:g} MB")
+    write(chosen.output, texts)
+    megabytes = sum(len(text.encode()) for _, text in texts) / 1e6
+    print(f"{chosen.output}: {len(texts)} files, {megabytes:.1f} MB; {left_out} empty or not UTF-8 were left out")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     options = argparse.ArgumentParser(description="Write the Python standard library's sources as a .jsonl corpus.")
     options.add_argument("--output", type=Path, required=True, help="the .jsonl file to write")
     options.add_argument("--max-megabytes", type=float, default=float("inf"), help="stop at so much text")
     options.add_argument("--with-tests", action="store_true", help="include the library's own tests")
-    chosen = options.parse_args(arguments)
-
-    root = Path(sysconfig.get_path("stdlib"))
-    texts, left_out = read(root, sources(root, chosen.with_tests))
-    texts = capped(texts, chosen.max_megabytes * 1e6)
-    if not texts:
-        print(f"stdlib_corpus: {root} gave no document within {chosen.max_megabytes:g} MB", file=sys.stderr)
-        return 1
-    write(chosen.output, texts)
-    megabytes = sum(len(text.encode()) for _, text in texts) / 1e6
-    print(f"{chosen.output}: {len(texts)} files, {megabytes:.1f} MB; {left_out} empty or not UTF-8 were left out")
-    return 0
+    return guarded(run, options.parse_args(arguments))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import struct
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,9 +21,8 @@ from typing import Any
 import numpy as np
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-INDEX_MAGIC = b"MMIDIDX\x00\x00"
-# Magic, version, code of the tokens' dtype, number of sequences, number of document ends.
-INDEX_HEADER = struct.Struct("<9sQBQQ")
+from noloco_mega.data.token_files import INDEX_HEADER, INDEX_MAGIC, INDEX_VERSION
+
 SCAN_TOKENS = 1 << 24
 DIGEST_TOKENS = 1 << 19
 
@@ -143,8 +141,8 @@ def _check_index(path: Path) -> None:
     if len(header) < INDEX_HEADER.size or header[: len(INDEX_MAGIC)] != INDEX_MAGIC:
         raise ValueError(f"{path} is not an index in Megatron's format")
     _, version, _, sequences, documents = INDEX_HEADER.unpack(header)
-    if version != 1:
-        raise ValueError(f"{path} is an index of version {version}; only version 1 is known")
+    if version != INDEX_VERSION:
+        raise ValueError(f"{path} is an index of version {version}; only version {INDEX_VERSION} is known")
     wanted = INDEX_HEADER.size + sequences * (4 + 8) + documents * 8
     if path.stat().st_size < wanted or not sequences:
         raise ValueError(f"{path} is damaged: {path.stat().st_size} of {wanted} bytes, {sequences} sequences")

@@ -6,7 +6,7 @@ Shapes: B = samples of one microbatch, S = tokens of one sample.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -43,36 +43,53 @@ class Loader:
     `view_log` is read anew at every call; the caller appends to it.
     """
 
-    def __init__(self, config: Config, train: Samples, valid: Samples, view_log: ViewLog) -> None:
-        """Raises ValueError if `valid` has fewer samples than one evaluation takes."""
-        self._train, self._valid, self._view_log = train, valid, view_log
+    def __init__(
+        self,
+        config: Config,
+        train: Samples,
+        valid: Samples,
+        view_log: ViewLog,
+        domains: Mapping[str, Samples] | None = None,
+    ) -> None:
+        """`domains` is further validation data by name. Raises ValueError where validation data has fewer samples than
+        one evaluation takes."""
+        self._train, self._view_log = train, view_log
+        self._valid: dict[str | None, Samples] = {None: valid}
+        self._valid.update(domains or {})
         self._seed, self._seq_length = config.run.seed, config.model.seq_length
         self._micro_batch, self._replica_batch = config.micro_batch_size, config.replica_batch_size
-        needed = config.run.eval_microbatches * self._micro_batch
-        if len(valid) < needed:
-            raise ValueError(
-                f"run.eval_microbatches = {config.run.eval_microbatches} of {self._micro_batch} samples need {needed} "
-                f"samples, but {valid.prefix} has {len(valid)}; lower it to at most {len(valid) // self._micro_batch}, "
-                "or give more validation data"
-            )
-        # One seed for all runs, so that evaluations of differently seeded runs compare.
-        self._valid_samples = sampling.shuffled(keys.key("valid"), np.arange(needed), len(valid))
+        self._valid_samples = {name: self._chosen(config, samples) for name, samples in self._valid.items()}
         self._read_train = lru_cache(maxsize=KEPT_BATCHES)(self._train_batch)
 
     def digest(self) -> str:
-        """The same for all replicas of a run: they read each other's samples by number."""
-        return hashlib.sha256((self._train.digest() + self._valid.digest()).encode()).hexdigest()
+        """The same for all replicas of a run: they read each other's samples by number. Further validation data does
+        not count: a run may go on with other domains."""
+        return hashlib.sha256((self._train.digest() + self._valid[None].digest()).encode()).hexdigest()
 
     def train(self, step: int, microbatch: int, replica: int) -> Batch:
         """Microbatch `microbatch` of `replica` at inner step `step`."""
         return self._read_train(tuple(self._view_log), step, microbatch, replica)
 
-    def valid(self, microbatch: int) -> Batch:
-        """Microbatch 0 <= m < run.eval_microbatches of every evaluation: the same for all steps and replicas."""
+    def valid(self, microbatch: int, domain: str | None = None) -> Batch:
+        """Microbatch 0 <= m < run.eval_microbatches of every evaluation, of the validation data or of a domain: the
+        same for all steps and replicas."""
         first = microbatch * self._micro_batch
-        chosen = self._valid_samples[first : first + self._micro_batch]
+        chosen = self._valid_samples[domain][first : first + self._micro_batch]
         assert microbatch >= 0 and len(chosen) == self._micro_batch, f"an evaluation has no microbatch {microbatch}"
-        return _batch(self._valid.read(chosen))
+        return _batch(self._valid[domain].read(chosen))
+
+    def _chosen(self, config: Config, valid: Samples) -> np.ndarray:
+        """The numbers of an evaluation's samples."""
+        count = config.run.eval_microbatches
+        needed = count * self._micro_batch
+        if len(valid) < needed:
+            raise ValueError(
+                f"run.eval_microbatches = {count} of {self._micro_batch} samples need {needed} samples, but "
+                f"{valid.prefix} has {len(valid)}; lower it to at most {len(valid) // self._micro_batch}, or give more "
+                "validation data"
+            )
+        # One seed for all runs, so that evaluations of differently seeded runs compare.
+        return sampling.shuffled(keys.key("valid"), np.arange(needed), len(valid))
 
     def _train_batch(self, view_log: Sequence[View], step: int, microbatch: int, replica: int) -> Batch:
         chosen = sampling.samples(
@@ -88,10 +105,8 @@ class Loader:
         return _batch(self._train.read(chosen))
 
 
-def open_loader(config: Config, view_log: ViewLog, domain: str | None = None) -> Loader:
+def open_loader(config: Config, view_log: ViewLog) -> Loader:
     """The loader of a run, its files opened and checked against each other. Raises ValueError.
-
-    With `domain`, the validation data is that of data.valid_domains under this name.
 
     Needs no process group; every process of every replica may call it at the same time.
     """
@@ -103,21 +118,22 @@ def open_loader(config: Config, view_log: ViewLog, domain: str | None = None) ->
             f"{tokenizer.vocab_size} tokens; set model.vocab_size to that"
         )
     data = config.data
-    valid = data.valid if domain is None else data.valid_domains[domain]
-    opened = [
-        open_dataset(
+
+    def opened(prefix: str) -> Samples:
+        return open_dataset(
             prefix,
             config.model.seq_length,
             vocab_size=config.model.vocab_size,
             tokenizer_digest=tokenizer.digest,
             cache=data.cache,
         )
-        for prefix in (valid, data.train, *data.blend)
-    ]
-    train: Samples = opened[1]
+
+    valid, train = opened(data.valid), opened(data.train)
     if data.blend:
-        train = Blend(opened[1:], [1 - sum(data.blend.values()), *data.blend.values()])
-    return Loader(config, train, opened[0], view_log)
+        shares = [1 - sum(data.blend.values()), *data.blend.values()]
+        train = Blend([train, *map(opened, data.blend)], shares)
+    domains = {name: opened(prefix) for name, prefix in data.valid_domains.items()}
+    return Loader(config, train, valid, view_log, domains)
 
 
 def _batch(rows: np.ndarray) -> Batch:

@@ -12,6 +12,8 @@ import numpy as np
 import sentencepiece
 import tokenizers
 
+from noloco_mega.data.cuts import Cutter
+
 FAST, CONFIG, SENTENCEPIECE = "tokenizer.json", "tokenizer_config.json", "tokenizer.model"
 
 
@@ -88,7 +90,7 @@ class _SentencePiece:
             raise ValueError(f"{path} is not a sentencepiece model: {error}") from error
         if model is None or model.vocab_size() == 0:
             raise ValueError(f"{path} is not a sentencepiece model: it is empty")
-        self._model = model
+        self._model, self._cutter = model, Cutter(content)
         self.vocab_size: int = model.vocab_size()
         self.eod: int = model.eos_id()
         self.bos: int | None = model.bos_id() if model.bos_id() >= 0 else None
@@ -99,7 +101,8 @@ class _SentencePiece:
             )
 
     def encode(self, text: str) -> np.ndarray:
-        return self._model.encode(text.encode(), return_type="numpy")
+        parts = [self._model.encode(part, return_type="numpy") for part in self._cutter.parts(text.encode())]
+        return np.concatenate(parts) if len(parts) > 1 else parts[0]
 
     def decode(self, tokens: list[int]) -> str:
         return self._model.decode(tokens)

@@ -91,7 +91,7 @@ class Loader:
         mask = (torch.rand(MICRO_BATCH, length, generator=generator) > 0.2).float()
         return SimpleNamespace(tokens=text[:, :-1], labels=text[:, 1:].contiguous(), loss_mask=mask)
 
-    def valid(self, microbatch):
+    def valid(self, microbatch, domain=None):
         return self.train(777, microbatch, 0)
 
 
@@ -106,9 +106,9 @@ class OwnTokensOnly:
         assert self.place.stage or replica == self.place.replica, "a first stage read another replica's tokens"
         return self.inner.train(step, microbatch, replica)
 
-    def valid(self, microbatch):
+    def valid(self, microbatch, domain):
         assert self.place.stage in (0, self.stages - 1), "a middle stage read a sample"
-        return self.inner.valid(microbatch)
+        return self.inner.valid(microbatch, domain)
 
 
 class BreaksAfter:

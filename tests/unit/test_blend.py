@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 
 from noloco_mega import config as configs
+from noloco_mega.data import token_files
 from noloco_mega.data.blend import Blend
 from noloco_mega.data.dataset import Dataset
 from noloco_mega.data.loader import open_loader
 from noloco_mega.plan import views
 from tests import corpus
 from tests.unit.test_hf import run
-from tools import evaluate, preprocess_data
+from tools import evaluate
 from tools.preprocess_data import preprocess
 
 SEQ = 16
@@ -80,8 +81,13 @@ def test_a_run_reads_the_blend_in_its_shares(folder):
     assert counts.sum() == 80 and (np.abs(counts - 0.8 * np.array([50, 20, 30])) <= 8).all()
     plain = open_loader(configs.parse(blended(folder, blend={})), views.initial(4))
     assert loader.digest() != plain.digest()
-    domain = open_loader(config, views.initial(1), "other")
-    assert domain.valid(0).tokens.min() >= 280 > loader.valid(0).tokens.max()
+    assert loader.valid(0, "other").tokens.min() >= 280 > loader.valid(0).tokens.max()
+    without = open_loader(configs.parse(blended(folder, valid_domains={})), views.initial(4))
+    assert loader.digest() == without.digest()
+    raw = blended(folder)
+    raw["run"]["eval_microbatches"], raw["data"]["valid_domains"] = 3, {"few": str(folder / "c")}
+    with pytest.raises(ValueError, match=r"need 6 samples, but .*/c has 5"):
+        open_loader(configs.parse(raw), views.initial(4))
 
 
 @pytest.mark.parametrize(
@@ -138,4 +144,4 @@ def test_three_splits_hold_every_document_once(folder, tmp_path):
     assert (tmp_path / "two_valid.bin").read_bytes() == (tmp_path / "out_valid.bin").read_bytes()
     with pytest.raises(ValueError, match=r"must lie in \[0, 1\), also together"):
         preprocess([source], folder / "t.model", str(tmp_path / "x"), valid_fraction=0.5, test_fraction=0.5)
-    assert preprocess_data.state(prefixes[2], "other") == "outdated"
+    assert token_files.state(prefixes[2], "other") == "outdated"

@@ -1,6 +1,7 @@
 """Merging replicas against NumPy, and what tools say about a run and about text."""
 
 import json
+import shutil
 from dataclasses import asdict
 
 import numpy as np
@@ -132,6 +133,46 @@ def test_text_is_the_same_from_a_checkpoint_and_from_its_export(finished, tmp_pa
     assert run(generate, [tmp_path / "hub", "--prompt", "x"]) == 0  # with the tokenizer that it holds
     assert run(generate, [weights, tmp_path / "hub", "--prompt", "x"]) == 2
     assert Tokenizer(tmp_path / "hub").encode("the").tolist() == Tokenizer(folder / "t.model").encode("the").tolist()
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"run": {"seed": 5}}, "run.seed: 0 against 5"),
+        ({"run": {"name": "other"}}, "run.name: test against other"),
+        ({"noloco": {"gamma": 0.6}}, "noloco.gamma: 0.7 against 0.6"),
+        ({"gradient_clipping": 0.5}, "gradient_clipping: 1.0 against 0.5"),
+        ({"step": 8}, "step: 7 against 8"),
+        ({"model": {"ffn_hidden_size": 64}}, "ffn_hidden_size: 32 against 64"),
+        ({"run": {"directory": "elsewhere", "log_every": 3}, "data": {"train": "elsewhere"}}, None),
+    ],
+)
+def test_weights_of_different_runs_are_not_averaged_unasked(finished, tmp_path, capsys, change, message):
+    from noloco_mega.model import hf
+
+    folder, _ = finished
+    raw = corpus.config(folder).to_json()
+    facts = {"replica": 1, "step": change.pop("step", 7)}
+    for block, settings in change.items():
+        raw[block] = raw[block] | settings if isinstance(settings, dict) else settings
+    config = configs.parse(raw)
+    tensors = {row.ours: torch.empty(hf.shapes(row, config.model)[0]) for row in hf.table(config.model)}
+    randomise(tensors.items())
+    write_cut(tmp_path / "weights", config.model, tensors, 1, 1, **facts, config=raw)
+    pair = [tmp_path / "weights", folder / "replica_00" / "weights"]
+    words = [*pair, "--prompt", "the", "--tokens", 2, "--tokenizer", folder / "t.model"]
+    told = message is not None
+    assert run(generate, words) == (2 if told else 0)
+    if told:
+        written = capsys.readouterr().err
+        assert all(str(place) in written for place in pair)
+        assert message in written
+    assert run(generate, [*words, "--any-runs"]) == (2 if "model" in change else 0)
+    many = tmp_path / "run"
+    for number, place in enumerate(pair):
+        shutil.copytree(place, many / f"replica_{number:02d}" / "weights")
+    command = ["--checkpoint", many, "--output", tmp_path / "hub", "--tokenizer", folder / "t.model"]
+    assert run(convert_to_hf, [*command, "--merge", "mean"]) == (2 if told else 0)
 
 
 def test_a_written_out_default_is_no_difference():

@@ -3,14 +3,16 @@
 import io
 import json
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
-from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
+from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, IndexedDatasetBuilder
 from megatron.core.datasets.utils import Split
 from rich.console import Console
 
+from noloco_mega.data import token_files
 from noloco_mega.data.dataset import Dataset, open_dataset
 from noloco_mega.data.tokenizer import Tokenizer
 from tests import corpus
@@ -140,28 +142,31 @@ def test_files_of_others_are_not_overwritten(source, tmp_path):
     assert len(documents_in(tmp_path / "out")) == len(TEXTS)
 
 
-@pytest.mark.parametrize("fails_at", [0, 150])
-def test_an_interrupted_run_leaves_what_was_there(source, tmp_path, monkeypatch, fails_at):
-    run(source, tmp_path / "out")
-    before = contents(tmp_path)
-    tokens = iter(range(fails_at))
-
-    def stop(self, *_):
-        next(tokens)
-
-    monkeypatch.setattr(preprocess_data.Output, "add", stop)
-    with pytest.raises(StopIteration):
-        run(source, tmp_path / "out", force=True)
-    assert contents(tmp_path) == before
+def test_the_files_are_those_of_megatrons_writer(tmp_path):
+    documents = [np.arange(1, length, dtype=np.int32) for length in (2, 3, 70, 5)]
+    for vocab_size in (2, 65499, 65500, 128_000):
+        dtype = token_files.narrowest(vocab_size)
+        assert dtype == DType.optimal_dtype(vocab_size)
+        prefixes = [str(tmp_path / f"{vocab_size}{part}") for part in "ab"]
+        with token_files.Draft(tmp_path / "draft", prefixes, dtype, "these", resume=True) as draft:
+            for number, document in enumerate(documents):
+                draft.files[number % 2].add(document, 1)
+            draft.finish({"fingerprint": "x"})
+        for part, prefix in enumerate(prefixes):
+            corpus.write_tokens(tmp_path / "theirs", documents[part::2], dtype.type)
+            for suffix in (".bin", ".idx"):
+                assert Path(prefix + suffix).read_bytes() == (tmp_path / f"theirs{suffix}").read_bytes()
 
 
 def test_ids_that_the_file_would_wrap_are_refused(tmp_path):
-    with preprocess_data.Output(str(tmp_path / "out"), np.uint16) as output:
-        output.add(np.array([65535], dtype=np.int32), 1)
-        for ids in ([1, 65536], [-1]):
-            with pytest.raises(ValueError, match=f"token id {ids[-1]} does not fit into uint16"):
-                output.add(np.array(ids, dtype=np.int32), 1)
-    assert not contents(tmp_path)
+    for ids in ([1, 65536], [-1], [3, -1, 2]):
+        with (
+            pytest.raises(ValueError, match=f"token id {min(ids) if min(ids) < 0 else 65536} does not fit into uint16"),
+            token_files.Draft(tmp_path / "draft", ["out"], np.dtype(np.uint16), "", resume=True) as draft,
+        ):
+            draft.files[0].add(np.array([65535], dtype=np.int32), 1)
+            draft.files[0].add(np.array(ids, dtype=np.int32), 1)
+    assert not list(tmp_path.iterdir())
 
 
 def test_inputs_that_cannot_work(source, tmp_path):
@@ -181,6 +186,15 @@ def test_inputs_that_cannot_work(source, tmp_path):
     with pytest.raises(ValueError, match="or other fractions"):
         run(source, tmp_path / "out", valid_fraction=1e-9)
     assert {path.name for path in tmp_path.iterdir()} == {"blank.txt", "folder"}
+
+
+@pytest.mark.parametrize("wrong", ["inputs", "--tokenizer"])
+def test_the_command_tells_what_is_wrong_with_status_2(source, tmp_path, capsys, wrong):
+    words = {"inputs": source / "a.jsonl", "--tokenizer": source / "t.model", wrong: tmp_path / "missing.txt"}
+    line = [words["inputs"], "--tokenizer", words["--tokenizer"], "--output", tmp_path / "out", "--workers", "1"]
+    assert preprocess_data.main([*map(str, line)]) == 2
+    assert re.search(r"^error: (there is no input|cannot read the tokenizer) .*missing.txt", capsys.readouterr().err)
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_standard_library_as_a_corpus(tmp_path, capsys):

@@ -94,10 +94,10 @@ def test_vocabularies_that_would_need_padding_are_refused(vocab_size, tensor, ch
 def test_too_little_text_is_refused_and_nothing_is_left(tmp_path, capsys):
     (tmp_path / "small.txt").write_text("just a few words")
     options = ["--output", str(tmp_path / "t.model"), "--vocab-size", "8192"]
-    assert train_tokenizer.main([str(tmp_path / "small.txt"), *options]) == 1
+    assert train_tokenizer.main([str(tmp_path / "small.txt"), *options]) == 2
     assert "give more text or a smaller --vocab-size" in capsys.readouterr().err
     (tmp_path / "none.txt").write_text("")
-    assert train_tokenizer.main([str(tmp_path / "none.txt"), *options]) == 1
+    assert train_tokenizer.main([str(tmp_path / "none.txt"), *options]) == 2
     assert {path.name for path in tmp_path.iterdir()} == {"small.txt", "none.txt"}
 
 
@@ -105,7 +105,7 @@ def test_an_existing_model_is_only_replaced_when_asked(trained, tmp_path, capsys
     model = tmp_path / "t.model"
     model.write_bytes(b"precious")
     again = [*arguments(trained), "--output", str(model)]
-    assert train_tokenizer.main(again) == 1
+    assert train_tokenizer.main(again) == 2
     assert "--force" in capsys.readouterr().err and model.read_bytes() == b"precious"
     assert train_tokenizer.main([*again, "--force"]) == 0
     assert model.read_bytes() == (trained / "t.model").read_bytes()

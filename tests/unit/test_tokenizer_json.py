@@ -106,7 +106,7 @@ def test_what_cannot_be_exported_is_refused(tmp_path, capsys, options, message):
     )  # fmt: skip
     with pytest.raises(ValueError, match=message):
         tokenizer_json.parse(tmp_path / "x.model")
-    assert export_hf.main([str(tmp_path / "x.model"), "--output", str(tmp_path / "out")]) == 1
+    assert export_hf.main([str(tmp_path / "x.model"), "--output", str(tmp_path / "out")]) == 2
     assert "can't be exported with the same ids" in capsys.readouterr().err
     assert not any(path.is_dir() for path in tmp_path.iterdir())
 
