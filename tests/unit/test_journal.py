@@ -52,7 +52,7 @@ class Piece:
             self.step += 1
             ends = last and self.step == stop
             if ends or self.step % 5 == 0:
-                self.journal.evaluate(lambda: loss(self.step), ALONE)
+                self.journal.evaluate(lambda domain: loss(self.step), ALONE)
             OUTER.step, OUTER.outer_step = self.step, self.step // 6
             self.journal.stepped(self.step, 0.1, 1.0, loss(self.step), OUTER, ALONE, (), last=ends)
         return self.journal.pending()
