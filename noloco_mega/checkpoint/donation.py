@@ -35,7 +35,7 @@ import torch
 from noloco_mega.checkpoint.format import RankContent, described
 from noloco_mega.comm.channel import Listener, WrongSecret, dial
 from noloco_mega.comm.transfer import bytes_of, chunks
-from noloco_mega.comm.wire import Address, Channel, Message
+from noloco_mega.comm.wire import Address, Channel, Message, shown
 from noloco_mega.device import Device
 
 KIND = "state"
@@ -229,7 +229,7 @@ class Donor:
         """Why a caller gets nothing; None if it does. Callers hold the lock."""
         for name, own in (("run_id", self._run_id), ("rank", self._rank)):
             if hello.get(name) != own:
-                return f"{name} {str(hello.get(name))[:100]} meets {name} {own} of replica {self._replica}"
+                return f"{name} {shown(hello.get(name))} meets {name} {own!r} of replica {self._replica}"
         if self._closed:
             return f"replica {self._replica} is leaving"
         if self._callers >= MAX_CALLERS:
@@ -363,7 +363,7 @@ class _Reader:
         self._arm()
         message = self._channel.receive()
         if message.get("kind") == "refused":
-            self._fail(f"refuses: {str(message.get('reason'))[:1000]}")
+            self._fail(f"refuses: {shown(message.get('reason'), 1000)}")
         return message
 
     def _arm(self) -> None:

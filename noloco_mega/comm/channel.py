@@ -296,7 +296,11 @@ class Listener:
             return
         if self._tell(selector, unproven, _proof(self._secret, "listener", unproven.nonce, dialer_nonce)):
             self._release(selector, unproven)
-            threading.Thread(target=self._greet, args=(unproven,), name=f"from {unproven.peer}", daemon=True).start()
+            thread = threading.Thread(target=self._greet, args=(unproven,), name=f"from {unproven.peer}", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # this process may have no more threads now; the caller will try again
+                unproven.connection.close()
 
     def _greet(self, proven: _Unproven) -> None:
         channel = Channel(proven.connection, proven.peer)
@@ -312,4 +316,8 @@ class Listener:
             channel.close()
             return
         channel.deadline = None
-        handler(channel, hello)
+        try:
+            handler(channel, hello)
+        except BaseException:
+            channel.close()  # a fault of ours, which the thread's end reports
+            raise

@@ -34,10 +34,12 @@ from torch import Tensor
 from noloco_mega.comm.channel import Listener, WrongSecret, dial
 from noloco_mega.comm.pace import Pace, Speeds
 from noloco_mega.comm.transfer import WrongChecksum, bytes_of, swap_buffers
-from noloco_mega.comm.wire import SILENCE_SECONDS, Address, Channel, Message
+from noloco_mega.comm.wire import SILENCE_SECONDS, Address, Channel, Message, shown
 
 MAX_PARKED = 64
 """Partners that may wait at once for us to launch the outer step they are at."""
+MAX_OUTER_STEPS = 1 << 40
+"""More than any run takes: whoever is at a later one does not tell the truth."""
 REFUSALS_SECONDS = 1.0
 """How long a partner's host may refuse our connections. All listeners exist before the first launch, so a refusal means
 that the partner's process is gone; the time is for a host whose accept queue overflows or whose network stumbles."""
@@ -181,7 +183,7 @@ class Exchange:
 
     @property
     def latest_outer_step(self) -> int:
-        """The highest outer step that any rank of this run has shown us, ours included; -1 before the first."""
+        """The highest outer step that any twin of this rank has shown us, ours included; -1 before the first."""
         return self._latest_outer_step
 
     def launch(
@@ -284,8 +286,8 @@ class Exchange:
     def _arrived(self, channel: Channel, hello: Message) -> None:
         """A dialer is here: to its seat if the launch it belongs to is waiting, else parked or refused."""
         caller = _Caller(channel, hello)
-        step, partner = hello.get("outer_step"), hello.get("replica")
-        if not isinstance(step, int) or not isinstance(partner, int):
+        step, partner = _step_in(hello), hello.get("replica")
+        if step is None or not isinstance(partner, int):
             self._turn_away(caller, "a malformed hello")
             return
         key, replaced = (step, partner), None
@@ -312,9 +314,9 @@ class Exchange:
             replaced.channel.close()
 
     def _see(self, message: Message) -> None:
-        """Learn from a hello or a refusal which outer step somebody of this run is at."""
-        step = message.get("outer_step")
-        if message.get("run_id") == self._hello["run_id"] and isinstance(step, int):
+        """Learn from a hello or a refusal which outer step a twin is at."""
+        step = _step_in(message)
+        if self._other_run(message) is None and step is not None:
             self._latest_outer_step = max(self._latest_outer_step, step)
 
     def _tell_passed_by(self, outer_step: int, partner: int) -> None:
@@ -327,7 +329,7 @@ class Exchange:
         """Why this hello can't be our twin's, whatever the outer step; None if it can."""
         for name in ("run_id", "fingerprint", "rank"):
             if hello.get(name) != self._hello[name]:
-                return f"{name} {hello.get(name)!r} meets {name} {self._hello[name]!r} of replica {self.replica}"
+                return f"{name} {shown(hello.get(name))} meets {name} {self._hello[name]!r} of replica {self.replica}"
         return None
 
     def _misfit(self, swap: _Swap, hello: Message) -> str | None:
@@ -340,7 +342,7 @@ class Exchange:
             ("tensors", swap.hello["tensors"]),
         ):
             if hello.get(name) != expected:
-                return f"{name} {hello.get(name)!r} where replica {self.replica} expects {expected!r}"
+                return f"{name} {shown(hello.get(name))} where replica {self.replica} expects {shown(expected)}"
         return None
 
     def _run(self, swap: _Swap) -> Outcome:
@@ -405,7 +407,7 @@ class Exchange:
             hello = channel.receive()
             self._see(hello)
             if hello.get("kind") == "refused":
-                raise _Refused(f"refused by replica {swap.partner}: {hello.get('reason')}")
+                raise _Refused(f"refused by replica {swap.partner}: {shown(hello.get('reason'), 1000)}")
         if (reason := self._misfit(swap, hello)) is not None:
             if listening:
                 self._refuse(channel, reason)
@@ -443,3 +445,9 @@ class Exchange:
         caller.channel.expire_in(SLACK_SECONDS)
         self._refuse(caller.channel, reason)
         caller.channel.close()
+
+
+def _step_in(message: Message) -> int | None:
+    """The outer step that a hello or a refusal names, None where it names none."""
+    step = message.get("outer_step")
+    return step if isinstance(step, int) and 0 <= step < MAX_OUTER_STEPS else None

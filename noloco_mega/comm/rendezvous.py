@@ -31,12 +31,14 @@ from typing import Any, TypeVar
 
 from noloco_mega.comm.channel import Listener, dial
 from noloco_mega.comm.directory import Directory, Key, Lease, Place, Record, Watch
-from noloco_mega.comm.wire import Address, Channel, Message, spoken
+from noloco_mega.comm.wire import Address, Channel, Message, shown, spoken
 
 T = TypeVar("T")
 
 MAX_RECORD_BYTES = 8192
 MAX_REASON_CHARACTERS = 2000
+MALFORMED = (LookupError, TypeError, ValueError, ArithmeticError, RecursionError)
+"""What reading a request that is none of this version's may raise."""
 RECORDS_PER_MESSAGE = 64
 POLL_SECONDS = 10.0
 """How long the server keeps one request waiting; a client asks again until its own timeout."""
@@ -101,7 +103,7 @@ class RendezvousServer:
                 self._hold(Lease(channel, run, client), request)
                 return
             self._answer(channel, run, request)
-        except (KeyError, TypeError, ValueError) as error:
+        except MALFORMED as error:
             _refuse(channel, error)
         except OSError:
             pass  # the client is gone, or will ask again
@@ -139,7 +141,7 @@ class RendezvousServer:
             self._directory.fail(lease, failed)
             lease.channel.expire_in(ANSWER_SECONDS)
             lease.channel.send({"kind": "taken"})
-        except (KeyError, TypeError, ValueError) as error:
+        except MALFORMED as error:
             _refuse(lease.channel, error)
             self._directory.forget(lease)
         except OSError:
@@ -334,7 +336,7 @@ class RendezvousClient:
 def _refuse(channel: Channel, error: Exception) -> None:
     channel.expire_in(ANSWER_SECONDS)
     with contextlib.suppress(OSError):  # one that is gone needs no telling
-        channel.send({"kind": "refused", "reason": str(error)})
+        channel.send({"kind": "refused", "reason": str(error)[:MAX_REASON_CHARACTERS]})
 
 
 def _names(places: Iterable[Place]) -> str:
@@ -345,7 +347,7 @@ def _place(place: Any) -> Place:
     """A checked (replica, rank). Raises ValueError."""
     replica, rank = place
     if not (isinstance(replica, int) and isinstance(rank, int) and min(replica, rank) >= 0):
-        raise ValueError(f"a place is (replica, rank), not {place!r}")
+        raise ValueError(f"a place is (replica, rank), not {shown(place)}")
     return replica, rank
 
 
@@ -353,14 +355,14 @@ def _key(key: Any) -> Key:
     """A checked (topic, replica, rank). Raises ValueError."""
     topic, replica, rank = key
     if not (isinstance(topic, str) and isinstance(replica, int) and isinstance(rank, int) and min(replica, rank) >= 0):
-        raise ValueError(f"a record belongs to (topic, replica, rank), not to {key!r}")
+        raise ValueError(f"a record belongs to (topic, replica, rank), not to {shown(key)}")
     return topic, replica, rank
 
 
 def _record(record: Any) -> Record:
     """The record as JSON returns it. Raises ValueError if it is no JSON object, or too large."""
     if not isinstance(record, dict):
-        raise ValueError(f"a record is a JSON object; got {record!r}")
+        raise ValueError(f"a record is a JSON object; got {shown(record)}")
     try:
         text = json.dumps(record)
     except TypeError as error:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import reprlib
 import socket
 import struct
 import time
@@ -168,6 +169,13 @@ def _prepare(connection: socket.socket) -> None:
     for (level, name), value in options.items():
         if hasattr(socket, name):  # the last four are Linux's
             connection.setsockopt(level, getattr(socket, name), value)
+
+
+def shown(value: Any, characters: int = 200) -> str:
+    """What a peer has sent, as a message to the user or to a peer may quote it: printable, and short whatever it is."""
+    short = reprlib.Repr()
+    short.maxstring = short.maxother = short.maxlong = characters
+    return short.repr(value)
 
 
 def spoken(address: Address) -> str:

@@ -240,7 +240,7 @@ def test_a_caller_that_is_gone_is_not_waited_for(side):
     ("different", "word"),
     [
         ({"secret": b"another secret entirely"}, "different secret"),
-        ({"run_id": "other"}, "run_id other meets run_id run of replica 3"),
+        ({"run_id": "other"}, "run_id 'other' meets run_id 'run' of replica 3"),
         ({"rank": 5}, "rank 5"),
         ({"shape": shape(ELEMENTS + 1)}, r"weight is .*3000000.* there, .*3000001.* here"),
         ({"address": ("127.0.0.1", 9)}, "refused"),

@@ -458,11 +458,35 @@ def test_a_deadline_that_passed_once_is_forgotten_at_the_next_outer_step(members
 
 def test_a_malformed_hello_is_refused_and_forgotten(members):
     high = members(1)
-    for hello in ({}, {"outer_step": "3", "replica": 0}, {"outer_step": 3, "replica": None}):
-        caller = dial(high.address, SECRET, {"kind": "exchange", **hello}, LONG_SECONDS)
+    for hello in (
+        {},
+        {"outer_step": "3", "replica": 0},
+        {"outer_step": 3, "replica": None},
+        {"outer_step": -3, "replica": 0},
+        {"outer_step": 1 << 70, "replica": 0},
+    ):
+        identity = {"kind": "exchange", "run_id": "run", "fingerprint": "print", "rank": 0}
+        caller = dial(high.address, SECRET, {**identity, **hello}, LONG_SECONDS)
         caller.expire_in(LONG_SECONDS)
         assert "malformed" in caller.receive()["reason"]
-    assert not high.exchange._parked
+    assert not high.exchange._parked and high.exchange.latest_outer_step == -1
+
+
+def test_a_hello_full_of_large_values_is_refused_in_few_words(members):
+    """Quoted whole, they would not fit into the refusal."""
+    low, high = members(0), members(1)
+    pending, _ = high.launch(0, payload(1), {0: low.address})
+    nested = []
+    for _ in range(600):
+        nested = [nested]
+    hello = {"kind": "exchange", "run_id": "run", "fingerprint": "print", "rank": 0, "replica": 0, "outer_step": 0}
+    for odd in ({"tensors": ["\ud800" * 170_000]}, {"run_id": "x" * 1_048_000}, {"tensors": nested}):
+        caller = dial(high.address, SECRET, {**hello, **odd}, LONG_SECONDS)
+        caller.expire_in(LONG_SECONDS)
+        reason = caller.receive()["reason"]
+        assert len(reason) < 1000 and reason.isprintable()
+    outcome = pending.wait()[0]
+    assert isinstance(outcome, Missed) and "where replica 1 expects" in outcome.reason
 
 
 def test_closing_ends_what_is_in_flight(members):
