@@ -41,6 +41,11 @@ MAX_UNPROVEN = 128
 """Connections that have not proved themselves yet; one more closes the oldest."""
 
 
+ACCEPTED_AT_ONCE = 32
+"""Strangers taken from the kernel's queue before the answers of others are looked at: a queue that overflows makes a
+good caller try again seconds later."""
+
+
 class WrongSecret(ValueError):  # noqa: N818
     """The other side holds a different secret."""
 
@@ -220,7 +225,9 @@ class Listener:
                         self._shut()
                         return
                     if key.fileobj is self._server:
-                        self._accept(selector)
+                        for _ in range(ACCEPTED_AT_ONCE):
+                            if not self._accept(selector):
+                                break
                     elif (unproven := self._unproven.get(key.fileobj)) is not None:  # type: ignore[call-overload]
                         self._advance(selector, unproven)
                 self._expire(selector)
@@ -237,17 +244,18 @@ class Listener:
                 return
             self._drop(selector, unproven)
 
-    def _accept(self, selector: selectors.BaseSelector) -> None:
+    def _accept(self, selector: selectors.BaseSelector) -> bool:
+        """Take one more stranger, if one is there and there is room for it."""
         try:
             connection, peer = self._server.accept()
         except BlockingIOError:
-            return
+            return False
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE):  # no file descriptor left: take our oldest stranger's
                 for unproven in list(self._unproven.values())[:1]:
                     self._drop(selector, unproven)
                 time.sleep(0.01)
-            return
+            return False
         if len(self._unproven) >= MAX_UNPROVEN:
             self._drop(selector, next(iter(self._unproven.values())))
         connection.setblocking(False)
@@ -255,6 +263,7 @@ class Listener:
         self._unproven[connection] = unproven
         selector.register(connection, selectors.EVENT_READ)
         self._tell(selector, unproven, MAGIC + unproven.nonce)
+        return True
 
     def _tell(self, selector: selectors.BaseSelector, unproven: _Unproven, answer: bytes) -> bool:
         """Write a few bytes, which fit the empty buffer of a connection that is alive."""
