@@ -341,8 +341,9 @@ class Connection:
             coordinator.start(*present, self._first_circuit, self._site_members)
             lead = Lead(coordinator=coordinator, roster=roster, stopping=self._stopping, donor=self.donor)
         catches_up = registry.OUTER_OPTIMIZERS[settings.optimizer].catches_up and topology.replicas > 1
+        steps = self._config.run.steps
         self.steering = Steering(
-            settings, peers, self._circuits, self._siblings, orders, lead, self._rank, catches_up
+            settings, peers, self._circuits, self._siblings, orders, lead, self._rank, catches_up, steps
         )  # fmt: skip
 
     def _standing(self, replica: int, incarnation: int, ready: bool) -> Standing:

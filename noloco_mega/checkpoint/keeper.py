@@ -20,6 +20,7 @@ from noloco_mega.checkpoint.saver import Saver
 from noloco_mega.checkpoint.state import RankState
 from noloco_mega.comm.control import NEVER
 from noloco_mega.comm.membership import Peers
+from noloco_mega.comm.wire import MALFORMED, shown
 from noloco_mega.config import Config
 from noloco_mega.data.loader import Loader
 from noloco_mega.grid import Place
@@ -120,14 +121,9 @@ class Keeper:
         refused: set[int] = set()
         while True:
             donor = steering.choose_donor(refused)
-            donated: Donated | None = None
-            if donor != NEVER:
-                try:
-                    donated = run.fetch(peers.addresses[donor], self._state.shape())
-                except DonationFailed as error:
-                    self._journal.warn(f"the state of replica {donor} could not be taken over: {error}")
+            donated = None if donor == NEVER else self._donated(donor)
             # All ranks need the state of one step; and all must give up, or go on, together.
-            step = -1 if donated is None else int(donated.numbers["hook"]["step"])
+            step = -1 if donated is None else donated.numbers["hook"]["step"]
             lowest, highest, in_time = peers.agree(step, -step, time.monotonic() < deadline)
             if donated is not None and lowest == -highest:
                 break
@@ -136,10 +132,22 @@ class Keeper:
             refused = set() if donor == NEVER else {*refused, donor}
             time.sleep(RETRY_SECONDS)
         self._state.adopt(donated)
-        self._view_log[:] = [View(from_step, tuple(members)) for from_step, members in donated.facts["view_log"]]
+        self._view_log[:] = views_of(donated)
         steering.ready(self._outer.step)
         if run.leads:
             self._journal.warn(f"has the state of replica {donor} after step {self._outer.step}")
+
+    def _donated(self, donor: int) -> Donated | None:
+        """The state of this rank's twin in a live replica, if it comes and is for this rank."""
+        try:
+            donated = self._run.fetch(self._peers.addresses[donor], self._state.shape())
+            if (reason := self._state.misfit(donated)) is not None:
+                raise DonationFailed(reason)
+            views_of(donated)
+        except (DonationFailed, *MALFORMED) as error:
+            self._journal.warn(f"the state of replica {donor} could not be taken over: {shown(error)}")
+            return None
+        return donated
 
     def heal(self) -> int:
         """Look at this replica's weights; where they are not finite, take over a live replica's state.
@@ -175,3 +183,8 @@ class Keeper:
     def close(self) -> None:
         """Finish writing. Collective over the replica."""
         self._saver.close()
+
+
+def views_of(donated: Donated) -> list[View]:
+    """The run's view log, which a donor sends beside its state."""
+    return [View(int(from_step), tuple(map(int, members))) for from_step, members in donated.facts["view_log"]]

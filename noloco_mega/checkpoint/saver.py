@@ -88,6 +88,8 @@ class Completion:
 
     def _on_message(self, sender: int, message: Message) -> None:
         steps = message.get("saved")
+        if sender not in range(self._folders.replicas):
+            return
         if isinstance(steps, list) and all(isinstance(step, int) for step in steps):
             with self._changed:
                 self._known.setdefault(sender, set()).update(steps)

@@ -127,6 +127,10 @@ class RankState:
             kinds=frozenset(kind for kind in flat if kind == "master" or kind.startswith("outer.")),
         )
 
+    def misfit(self, donated: Donated) -> str | None:
+        """Why a live twin's state is not for this rank; None if it is."""
+        return self.shape().misfit(donated.slices, donated.entries) or self._numbers_misfit(donated.numbers)
+
     @torch.no_grad()
     def adopt(self, donated: Donated) -> None:
         """Take over a live twin's state: masters, the inner and the outer optimizer's state, counters. Losses that wait
@@ -134,8 +138,7 @@ class RankState:
 
         Raises CheckpointError naming what differs if it is not for this rank; nothing has been changed then.
         """
-        reason = self.shape().misfit(donated.slices, donated.entries) or self._numbers_misfit(donated.numbers)
-        if reason is not None:
+        if (reason := self.misfit(donated)) is not None:
             raise CheckpointError(f"the state of replica {donated.replica} is not for this rank: {reason}")
         kinds = list(dict.fromkeys(entry["kind"] for entry in donated.entries))
         self._forget(kinds, donated.numbers)

@@ -35,7 +35,7 @@ from noloco_mega.comm.orders import Orders
 from noloco_mega.comm.roster import Roster, Standing
 from noloco_mega.comm.siblings import Siblings
 from noloco_mega.comm.stores import serve_store
-from noloco_mega.comm.wire import Message
+from noloco_mega.comm.wire import MALFORMED, Message
 
 OUTER_STEPS_AHEAD = 2
 """From the phase that is under way to the one in which a new circuit is entered."""
@@ -46,6 +46,8 @@ SUSPICIOUS_ROUTES = 2
 MOST_ROUTES = 1000
 """That one message tells of."""
 BAD_STEPS_KEPT = 10
+LARGEST = 1 << 50
+"""No step and no announcement comes this far."""
 SPARED_BEATS = 4
 """Heartbeats for which a replica that could not form a circuit is left out of the next; twice as many each time."""
 LONGEST_SPARED = 5
@@ -193,7 +195,7 @@ class Coordinator:
                 while True:  # all that has come, before anything is concluded from silence
                     handler, arguments = self._events.get(timeout=wait)
                     # What a leader of another version says must not end the control thread.
-                    with contextlib.suppress(KeyError, TypeError, ValueError):
+                    with contextlib.suppress(*MALFORMED):
                         handler(*arguments)
                     wait = 0.0
             if self._closed.is_set():
@@ -306,7 +308,7 @@ class Coordinator:
             self._follow(number, first, able, ranks)
 
     def _told_present(self, sender: int, message: Message) -> None:
-        number, first = int(message["number"]), int(message["from"])
+        number, first = _count(message["number"]), _count(message["from"])
         members = tuple(int(replica) for replica in message["members"])
         # One that leaves this replica out comes from somebody who has lost sight of it, and may have lost more; so may
         # somebody who speaks though a lower one lives.
@@ -418,7 +420,7 @@ class Coordinator:
         elif "formed" in message:
             self._member_formed(sender, int(message["formed"]), message.get("problem"))
         elif "commit" in message:
-            self._commit(int(message["commit"]), int(message["from_step"]))
+            self._commit(_count(message["commit"]), _count(message["from_step"]))
         elif "dissolved" in message:
             number, proposal = int(message["dissolved"]), self._proposal
             if proposal is not None and proposal.number == number and not proposal.committed:
@@ -480,3 +482,11 @@ class Coordinator:
         if number in self._members and number not in self._dissolved:
             self._committed.add(number)
             self._orders.give({"circuit": number, "from_step": from_step})
+
+
+def _count(value: Any) -> int:
+    """A number of steps or announcements that a run can reach. Raises ValueError."""
+    count = int(value)
+    if not 0 <= count < LARGEST:
+        raise ValueError(f"{count} is no count of this run's")
+    return count

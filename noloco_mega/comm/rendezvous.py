@@ -31,14 +31,12 @@ from typing import Any, TypeVar
 
 from noloco_mega.comm.channel import Listener, dial
 from noloco_mega.comm.directory import Directory, Key, Lease, Place, Record, Watch
-from noloco_mega.comm.wire import Address, Channel, Message, shown, spoken
+from noloco_mega.comm.wire import MALFORMED, Address, Channel, Message, shown, spoken
 
 T = TypeVar("T")
 
 MAX_RECORD_BYTES = 8192
 MAX_REASON_CHARACTERS = 2000
-MALFORMED = (LookupError, TypeError, ValueError, ArithmeticError, RecursionError)
-"""What reading a request that is none of this version's may raise."""
 RECORDS_PER_MESSAGE = 64
 POLL_SECONDS = 10.0
 """How long the server keeps one request waiting; a client asks again until its own timeout."""

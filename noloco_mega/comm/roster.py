@@ -12,10 +12,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from noloco_mega.comm.wire import Address, Message
+from noloco_mega.comm.wire import Address, Message, shown
 
 NUMBERS = ("incarnation", "beat", "step", "launched", "circuit", "highest_circuit", "present")
 FLAGS = ("ready", "well", "sound", "leaving")
+LARGEST = 1 << 62
+"""No step and no time in nanoseconds comes this far."""
 DEAD_BEATS = 4
 """Heartbeats that may be missing before a replica is taken for dead."""
 
@@ -62,9 +64,11 @@ class Standing:
             ranks = tuple((str(host), int(port)) for host, port in fields["ranks"])
             numbers: Any = {name: int(fields[name]) for name in NUMBERS}
             flags: Any = {name: bool(fields[name]) for name in FLAGS}
+            if not all(-1 <= number < LARGEST for number in numbers.values()):
+                raise ValueError(f"numbers that no run reaches: {shown(numbers)}")
             return cls(ranks=ranks, **numbers, **flags)
         except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise ValueError(f"a malformed standing: {error!r}") from error
+            raise ValueError(f"a malformed standing: {shown(error)}") from error
 
 
 @dataclass(frozen=True)

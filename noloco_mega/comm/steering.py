@@ -75,8 +75,11 @@ class Steering:
         lead: Lead | None,
         rank: int,
         catches_up: bool,
+        steps: int,
     ) -> None:
-        """`lead` is the leader's; `catches_up`: whether this replica may skip inner steps to meet its partners."""
+        """`lead` is the leader's; `catches_up`: whether this replica may skip inner steps to meet its partners;
+        `steps`: how many the run has."""
+        self._last_outer_step = steps // settings.inner_steps - 1
         self._settings, self._peers, self._circuits = settings, peers, circuits
         self._siblings, self._orders, self._lead, self._rank = siblings, orders, lead, rank
         self._catches_up = catches_up
@@ -227,7 +230,7 @@ class Steering:
         if settings.inner_phase_seconds is not None and now - self._phase[1] >= settings.inner_phase_seconds:
             return phase
         roster = self._lead.roster
-        furthest = max(roster.furthest(), self._peers.exchange.latest_outer_step)
+        furthest = min(max(roster.furthest(), self._peers.exchange.latest_outer_step), self._last_outer_step)
         due = self._circuits.due
         if due is not None:  # a circuit has to be entered at its very step
             furthest = min(furthest, due // settings.inner_steps - 1)

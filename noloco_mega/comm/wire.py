@@ -24,6 +24,10 @@ SILENCE_SECONDS = 10
 """A peer is gone whose kernel acknowledges nothing for so long, or that takes nothing of what we send. One that is
 merely quiet is not: its kernel answers."""
 
+MALFORMED = (LookupError, TypeError, ValueError, ArithmeticError, RecursionError)
+"""What reading the fields of a message may raise that no process of this version sends: JSON knows Infinity, and
+numbers of 4,000 digits."""
+
 
 class ProtocolError(ConnectionError):
     """The other side sent what no process of this version sends."""
