@@ -157,8 +157,8 @@ def test_one_that_did_not_run_for_a_while_is_told_who_is_present(fleet):
     replicas = fleet(3)
     back = replicas[2].coordinator
     back._post(lambda: back._back(100.0))
-    until(lambda: replicas[2].present() == (2,))
     until(lambda: replicas[2].present() == (0, 1, 2))
+    assert [order["present"] for order in replicas[2].orders] == [[2], [0, 1, 2]]
     assert all(replica.roster.able() == (0, 1, 2) for replica in replicas)
 
 
