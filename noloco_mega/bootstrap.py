@@ -28,6 +28,7 @@ from noloco_mega.checkpoint.donation import Donated, Donor, RankShape, fetch
 from noloco_mega.comm import groups
 from noloco_mega.comm.channel import Listener
 from noloco_mega.comm.circuits import LOCAL, Circuits
+from noloco_mega.comm.collective import Collective, open_collective
 from noloco_mega.comm.control import Leaders, StopAgreement
 from noloco_mega.comm.coordinator import UNKNOWN, Coordinator, Plan
 from noloco_mega.comm.exchange import Exchange
@@ -38,7 +39,7 @@ from noloco_mega.comm.rendezvous import Record, RendezvousClient, RendezvousServ
 from noloco_mega.comm.roster import Roster, Standing
 from noloco_mega.comm.siblings import Siblings
 from noloco_mega.comm.steering import Lead, Steering
-from noloco_mega.comm.stores import serve_store
+from noloco_mega.comm.stores import shared_store
 from noloco_mega.comm.wire import Address, Message
 from noloco_mega.config import Config
 from noloco_mega.grid import Place
@@ -287,6 +288,7 @@ class Connection:
             self.world.device.device,
             (self.donor, self._listener, self._client),
             [View(0, (place.replica,) if self.joins else self.members)],
+            self._gather,
         )
         self._steer(peers, addresses)
         if self.leads:
@@ -435,12 +437,19 @@ class Connection:
     def _store(self, topic: str, replica: int, *, serves: bool) -> dist.Store:
         """The store that one rank of `replica` serves and announces under `topic`."""
         timeout = timedelta(seconds=self._config.noloco.rendezvous_timeout_seconds)
-        if serves:
-            store, address = serve_store(self._host, timeout)
-            self._client.announce(topic, replica, 0, {"address": list(address)})
-            return store
-        host, port = self._client.wait_for(topic, [(replica, 0)])[(replica, 0)]["address"]
-        return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+        return shared_store(self._client, topic, replica, serves=serves, host=self._host, timeout=timeout)
+
+    def _gather(self, timeout: timedelta) -> Collective:
+        """The group of this rank's twins in all replicas, for outer optimizers that wait for everybody."""
+        return open_collective(
+            self._client,
+            replica=self._place.replica,
+            replicas=self._grid.replicas,
+            rank=self._rank,
+            device=self._device,
+            host=self._host,
+            timeout=timeout,
+        )
 
 
 def run_id(config: Config) -> str:

@@ -7,9 +7,11 @@ deepspeed.initialize gets: the user's settings as written, plus the ones that th
 from __future__ import annotations
 
 import copy
+import dataclasses
+import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from noloco_mega import deepspeed_keys
@@ -19,7 +21,18 @@ from noloco_mega.plan.stability import spectral_radius, stable_gamma_range
 if TYPE_CHECKING:
     from noloco_mega.config import Config, Data, Model, Noloco, Run, Topology
 
-OUTER_OPTIMIZERS = ("local", "noloco")
+OUTER_OPTIMIZERS: Mapping[str, frozenset[str]] = {
+    "allreduce": frozenset(),
+    "diloco": frozenset({"outer_lr", "outer_momentum", "nesterov", "weight_decay"}),
+    "gossip": frozenset({"group_size", "inner_phase"}),
+    "local": frozenset(),
+    "noloco": frozenset(
+        {"outer_lr", "outer_momentum", "gamma", "weight_decay", "group_size", "allow_unstable", "inner_phase"}
+    ),
+}
+"""Which settings of the outer step each outer optimizer uses."""
+WAITS_FOR_EVERYBODY = frozenset({"allreduce", "diloco"})
+"""The outer optimizers that average over all replicas."""
 
 # What the gradient hand-off from the schedule to ZeRO-1 needs in bf16: fp32 accumulation and reduction, and the
 # gradient moved out of p.grad after every microbatch.
@@ -243,13 +256,23 @@ def _outer(noloco: Noloco, topology: Topology) -> Iterator[str]:
     replicas = topology.replicas
     if noloco.optimizer not in OUTER_OPTIMIZERS:
         yield f'noloco.optimizer "{noloco.optimizer}" is unknown; known: {", ".join(OUTER_OPTIMIZERS)}'
-    if noloco.optimizer != "noloco" or replicas == 1:
+        return
+    if noloco.optimizer in WAITS_FOR_EVERYBODY and (topology.start_replicas or replicas) < replicas:
+        yield (
+            f'noloco.optimizer "{noloco.optimizer}" needs all replicas from the start: leave topology.start_replicas '
+            "out"
+        )
+    used = OUTER_OPTIMIZERS[noloco.optimizer]
+    yield from _unused(noloco, used)
+    if "group_size" not in used or replicas == 1:
         return
     if noloco.group_size > replicas:
         yield (
             f"noloco.group_size = {noloco.group_size} is larger than topology.replicas = {replicas}; "
             f"choose at most {replicas}"
         )
+        return
+    if "gamma" not in used:
         return
     alpha, gamma, n = noloco.outer_momentum, noloco.gamma, noloco.group_size
     radius = spectral_radius(alpha, gamma, n, replicas)
@@ -261,6 +284,18 @@ def _outer(noloco: Noloco, topology: Topology) -> Iterator[str]:
             f"the replicas' spread would {growth}. With this α, γ must lie in "
             f"(0, {math.floor(high * 1000) / 1000:.3f}); lower α or γ, or set noloco.allow_unstable to study it"
         )
+
+
+def _unused(noloco: Noloco, used: Collection[str]) -> Iterator[str]:
+    """Settings of the outer step that were changed for an optimizer that would ignore them."""
+    defaults = {field.name: field.default for field in dataclasses.fields(noloco)}
+    for name in sorted(frozenset[str]().union(*OUTER_OPTIMIZERS.values()) - frozenset(used)):
+        value, default = getattr(noloco, name), defaults[name]
+        if value != default:
+            yield (
+                f'noloco.{name} = {json.dumps(value)} has no effect on noloco.optimizer "{noloco.optimizer}"; leave it '
+                f"out, or set it to its default, {json.dumps(default)}"
+            )
 
 
 def _deadlines(noloco: Noloco) -> Iterator[str]:

@@ -156,19 +156,25 @@ class Noloco:
     __pydantic_config__ = STRICT
 
     optimizer: str = "noloco"
-    """Outer optimizer by name: "noloco" (pairs and modified Nesterov) or "local" (replicas never exchange)."""
+    """Outer optimizer by name: "noloco" (pairs and modified Nesterov), or a baseline: "diloco" (an all-reduce of outer
+    gradients every H inner steps), "allreduce" (of gradients at every inner step), "gossip" (pairs average weights) or
+    "local" (replicas never exchange). "diloco" and "allreduce" wait for everybody: one lost replica ends the run. A
+    setting below that the optimizer does not use may only have its default."""
     inner_steps: Positive = 50
-    """H: inner steps per outer step."""
+    """H: inner steps per outer step; with "local" and "allreduce" only how often outer steps are counted and
+    reported."""
     outer_lr: Annotated[float, Field(gt=0, le=1e6)] = 0.7
-    """β: outer learning rate."""
+    """β: outer learning rate ("noloco", "diloco")."""
     outer_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.5
-    """α: coefficient of the outer momentum δ."""
+    """α: coefficient of the outer momentum δ ("noloco", "diloco")."""
+    nesterov: bool = False
+    """"diloco": look ahead as torch.optim.SGD(nesterov=True) does, instead of heavy-ball momentum."""
     gamma: Annotated[float, Field(ge=0, le=1e6)] = 0.7
-    """γ: consensus strength, the pull towards the group's mean slow weights. The paper gives no value."""
+    """γ: consensus strength, the pull towards the group's mean slow weights ("noloco"). The paper gives no value."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    """λ: decoupled outer weight decay, φ ← φ − β·λ·φ beside the step; 0 in the paper."""
+    """λ: decoupled outer weight decay, φ ← φ − β·λ·φ beside the step ("noloco", "diloco"); 0 in the paper."""
     group_size: Annotated[int, Field(ge=2, le=deepspeed_keys.LARGEST_COUNT)] = 2
-    """n: replicas that average with each other in one outer step."""
+    """n: replicas that average with each other in one outer step ("noloco", "gossip")."""
     allow_unstable: bool = False
     """Run (α, γ, n, N) outside the exact stability range; for studies of exactly that."""
     routing: Literal["random", "fixed"] = "random"
@@ -186,11 +192,12 @@ class Noloco:
     heartbeat_seconds: PositiveSeconds = 5.0
     """Interval of signs of life between replicas; one that misses four is taken for dead."""
     exchange_deadline_seconds: PositiveSeconds = 60.0
-    """How long an outer step waits for a partner before it goes on without. Once the two have met, the transfer has
-    time of its own: four times what the last one took, and given up earlier when no byte moves for a while. A replica
-    that keeps its partner waiting for half of this ends its inner phase early."""
+    """How long an outer step waits for a partner before it goes on without ("noloco", "gossip"). Once the two have met,
+    the transfer has time of its own: four times what the last one took, and given up earlier when no byte moves for a
+    while. A replica that keeps its partner waiting for half of this ends its inner phase early."""
     link_timeout_seconds: PositiveSeconds = 300.0
-    """How long a stage waits for a routed activation before it declares the link broken."""
+    """How long a stage waits for a routed activation before it declares the link broken, and how long "diloco" and
+    "allreduce" wait for the last replica before the run ends."""
     rendezvous_timeout_seconds: PositiveSeconds = 600.0
     """How long a rank waits at the start for the rendezvous and for all other ranks."""
 

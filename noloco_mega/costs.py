@@ -1,8 +1,8 @@
 """What does a rank hold, and what does it send? Arithmetic on a config alone: no torch, no processes.
 
 Letters: P parameters of a rank, D inner data size, T tensor size, S stages, M microbatches per pipeline and inner step,
-B samples of a microbatch, L tokens of a sample, H hidden size, n group size, a bytes of an activation (4 in fp32, 2 in
-bf16).
+B samples of a microbatch, L tokens of a sample, H hidden size, N replicas, n group size, a bytes of an activation (4 in
+fp32, 2 in bf16).
 """
 
 from __future__ import annotations
@@ -13,6 +13,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from noloco_mega.config import Config
 
+SLOW_WEIGHTS = frozenset({"noloco", "diloco"})
+"""The outer optimizers that keep φ and δ."""
+SMALL_GROUPS = frozenset({"noloco", "gossip"})
+"""The outer optimizers whose replicas swap tensors in groups of n."""
 FLOPS_PER_PARAMETER_AND_TOKEN = 6
 """Forward 2, backward 4 (Kaplan et al., arXiv 2001.08361, section 2.1); attention scores are left out."""
 
@@ -69,14 +73,15 @@ class Memory:
     adam: int
     """8·P/D: the first and second moment, fp32."""
     phi: int
-    """4·P/D: slow weights φ, fp32 (outer optimizer "noloco")."""
+    """4·P/D: slow weights φ, fp32 (outer optimizers "noloco" and "diloco")."""
     delta: int
-    """4·P/D: outer momentum δ, fp32 (outer optimizer "noloco")."""
+    """4·P/D: outer momentum δ, fp32 (outer optimizers "noloco" and "diloco")."""
     activations: int
     """Kept for the backward pass: min(M, S − s) microbatches · layers of a stage · `layer_activation_bytes`, and on the
     last stage 4 bytes per logit of one microbatch (and for a moment a + 4 more, which are not counted)."""
     host_buffers: int
-    """4·P/D·(n − 1) to receive into; on a GPU 4·P/D more, pinned, to send from. In the host's memory."""
+    """4·P/D·(n − 1) to receive into; on a GPU 4·P/D more, pinned, to send from. In the host's memory; none where
+    everybody is averaged with."""
 
     @property
     def device_total(self) -> int:
@@ -89,9 +94,9 @@ def memory(config: Config, stage: int, *, on_gpu: bool) -> Memory:
     topology, noloco = config.topology, config.noloco
     parameters = stage_parameters(config, stage)
     share = -(-parameters // topology.data)
-    exchanges = noloco.optimizer == "noloco" and topology.replicas > 1
-    outer = 4 * share if noloco.optimizer == "noloco" else 0
-    partners = min(noloco.group_size, topology.replicas) - 1 if exchanges else 0
+    outer = 4 * share if noloco.optimizer in SLOW_WEIGHTS else 0
+    partners = partners_of_a_replica(config)
+    exchanges = partners > 0
     return Memory(
         weights=activation_bytes(config) * parameters,
         gradients=4 * parameters + (2 * parameters if config.bf16 else 4 * share),
@@ -139,6 +144,12 @@ def _activations(config: Config, stage: int) -> int:
     return total
 
 
+def partners_of_a_replica(config: Config) -> int:
+    """n − 1: with how many others a replica swaps tensors in an outer step."""
+    in_groups = config.noloco.optimizer in SMALL_GROUPS
+    return min(config.noloco.group_size, config.topology.replicas) - 1 if in_groups else 0
+
+
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
     """Bytes sent; as many are received."""
@@ -151,9 +162,15 @@ class Traffic:
     replica_inner_outside: int
     """Of that, what leaves the replica on average: the part (k − 1)/k in a site of k replicas under random routing."""
     rank_outer: tuple[int, ...]
-    """Per stage: what one of its ranks sends in an outer step: 4·P/D to each of n − 1 partners."""
+    """Per stage: what one of its ranks sends in an outer step: 4·P/D to each of n − 1 partners ("noloco", "gossip");
+    2·(N − 1)/N·4·P/D, as a ring all-reduce does ("diloco")."""
     replica_outer: int
-    """The sum over a replica's ranks: about 4·(n − 1) bytes per parameter of the model."""
+    """The sum over a replica's ranks: about 4·(n − 1) or 8·(N − 1)/N bytes per parameter of the model."""
+    rank_gradients: tuple[int, ...]
+    """Per stage: what one of its ranks sends in an inner step to average gradients over replicas: 2·(N − 1)/N·4·P/D
+    ("allreduce")."""
+    replica_gradients: int
+    """The sum over a replica's ranks."""
 
 
 def traffic(config: Config) -> Traffic:
@@ -169,16 +186,21 @@ def traffic(config: Config) -> Traffic:
     replica_inner = ranks_of_stage * sum(rank_inner)
     site = len(topology.site_of(0)) if topology.sites is None else max(map(len, topology.sites))
     outside = (site - 1) / site if noloco.routing == "random" else 0.0
-    partners = noloco.group_size - 1 if noloco.optimizer == "noloco" and topology.replicas > 1 else 0
-    rank_outer = tuple(
-        4 * partners * -(-stage_parameters(config, stage) // topology.data) for stage in range(topology.stages)
-    )
+    shares = [-(-stage_parameters(config, stage) // topology.data) for stage in range(topology.stages)]
+    replicas = topology.replicas
+    ring = tuple(4 * 2 * (replicas - 1) * share // replicas for share in shares)
+    rank_outer = tuple(4 * partners_of_a_replica(config) * share for share in shares)
+    if noloco.optimizer == "diloco":
+        rank_outer = ring
+    rank_gradients = ring if noloco.optimizer == "allreduce" else (0,) * topology.stages
     return Traffic(
         rank_inner=rank_inner,
         replica_inner=replica_inner,
         replica_inner_outside=round(replica_inner * outside),
         rank_outer=rank_outer,
         replica_outer=ranks_of_stage * sum(rank_outer),
+        rank_gradients=rank_gradients,
+        replica_gradients=ranks_of_stage * sum(rank_gradients),
     )
 
 

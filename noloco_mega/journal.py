@@ -4,11 +4,15 @@
     loss                       mean over the replica's microbatches since its last row (nats per token)
     lr, grad_norm              of the last inner step; the norm is the whole replica's, before clipping
     tokens, tokens_per_second  this replica's own, since the start and since its last row
-    outer_step, partner        outer steps done, and with whom the last one was meant to be
+    outer_step, partner        outer steps done, and with whom the last one was meant to be ("diloco", "allreduce":
+                               all others)
     exchange_seconds           from launch until the last partner answered or was given up, on the rank that writes
-    exchange_bytes             payload that the replica's ranks sent in that outer step, counted at the sockets
+                               ("allreduce": of all averages since the last outer step)
+    exchange_bytes             payload that the replica's ranks sent in that outer step, counted at the sockets;
+                               "diloco" and "allreduce" (since the last outer step): payload handed to the all-reduce,
+                               counted once, of which a ring sends 2·(N − 1)/N times as much
     missed, missed_reason      partners whose data did not arrive whole
-    spread                     ‖c_i − c_j‖ / ‖c_i‖ of the exchange
+    spread                     ‖c_i − c_j‖ / ‖c_i‖ of the exchange ("gossip": of the weights)
     unacknowledged             partners whose data arrived but who did not confirm that they have ours
     routed                     the replicas that the last inner step's microbatches were routed among
     redone_steps               inner steps since the last row that lost a link and were run again
@@ -216,7 +220,7 @@ class Journal:
                 self.warn(f"outer step {outer.outer_step} without replica {absent}: {report.missed[absent]}")
         self._missed = (self._missed | report.missed.keys()) - set(report.received)
         partner: Any = list(report.asked)
-        if self._config.noloco.group_size == 2:
+        if self._config.noloco.group_size == 2 and len(partner) <= 1:
             partner = report.asked[0] if report.asked else None
         return {
             "outer_step": outer.outer_step,

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from noloco_mega import costs
+from noloco_mega import checks, costs
 from noloco_mega.config import ConfigError
 from noloco_mega.plan.stability import spectral_radius, stable_gamma_range
 
@@ -38,7 +38,8 @@ def judge(config: Config, links: Links) -> str:
     """Whether these links can carry this run, in words.
 
     Raises ConfigError where they can't: where routed activations take longer than computing what they are for, so that
-    no overlap could hide them, or where one exchange takes longer than it may and every outer step would be missed.
+    no overlap could hide them, or where one exchange takes longer than it may and every outer step would be missed. An
+    average over all replicas has no deadline as a whole: it only takes its time.
     """
     traffic = costs.traffic(config)
     grid = config.topology.grid()
@@ -46,7 +47,8 @@ def judge(config: Config, links: Links) -> str:
     routed = traffic.replica_inner_outside * 8 / (links.gbit_per_second * GIGA)
     slowest = min(links.gbit_per_second, links.site_gbit_per_second) if config.topology.sites else links.gbit_per_second
     outer = traffic.replica_outer * 8 / (slowest * GIGA)
-    phase = compute * config.noloco.inner_steps
+    gradients = traffic.replica_gradients * 8 / (slowest * GIGA)
+    phase = (compute + gradients) * config.noloco.inner_steps
     problems = []
     outside, exchanged = spoken_size(traffic.replica_inner_outside), spoken_size(traffic.replica_outer)
     if routed > compute:
@@ -57,7 +59,7 @@ def judge(config: Config, links: Links) -> str:
             "replicas that share a fast network in topology.sites, or use fewer stages"
         )
     cap = config.noloco.transfer_cap_seconds
-    if outer > cap:
+    if outer > cap and config.noloco.optimizer in costs.SMALL_GROUPS:
         problems.append(
             f"an outer step sends {exchanged} out of each replica, which takes {_seconds(outer)} at "
             f"{slowest:g} Gbit/s, longer than the {cap:g} s that noloco.link_timeout_seconds leaves it: every "
@@ -70,7 +72,8 @@ def judge(config: Config, links: Links) -> str:
         + (f" ({slowest:g} at the slowest)" if slowest != links.gbit_per_second else "")
         + f": routed activations take {_seconds(routed)} of an inner step of {_seconds(compute)} "
         f"(at {links.rank_tflops:g} TFLOP/s per rank),\n"
-        f"an exchange {_seconds(outer)} after {_seconds(phase)} of inner steps: "
+        + (f"averaging its gradients {_seconds(gradients)} more, " if gradients else "")
+        + f"an exchange {_seconds(outer)} after {_seconds(phase)} of inner steps: "
         f"{outer / (outer + phase):.1%} of the time, if nothing overlaps. They can carry this run."
     )
 
@@ -116,25 +119,36 @@ def _stages(config: Config) -> str:
         f"Each rank of a stage holds:\n\n{table(header, rows)}\n\n"
         f"with P the rank's parameters: weights {a}·P; gradients "
         + ("4·P + 2·P" if config.bf16 else "4·P + 4·P/D")
-        + "; masters 4·P/D; Adam 8·P/D; φ and δ 4·P/D each;\n"
+        + "; masters 4·P/D; Adam 8·P/D; φ and δ, where the outer optimizer has them, 4·P/D each;\n"
         f"activations min(M, S − s) microbatches · layers · B·L·({a}·(4·q + 3·k + 5·F)/T + {2 * (8 + a)}·H"
         + ("/T" if topology.sequence_parallel else "")
         + "), with q and k the widths of all\nquery and key heads, and 4 bytes per logit of the last stage (Transformer"
         " Engine's layers keep less);\n"
-        f"host: exchange buffers of {'4·P/D·n' if on_gpu else '4·P/D·(n − 1)'}. What the libraries allocate themselves "
+        f"host: exchange buffers of {_buffers(config, on_gpu)}. What the libraries allocate themselves "
         "comes on top."
     )
+
+
+def _buffers(config: Config, on_gpu: bool) -> str:
+    if not costs.partners_of_a_replica(config):
+        return "no bytes"
+    return "4·P/D·n" if on_gpu else "4·P/D·(n − 1)"
 
 
 def _bytes(config: Config) -> str:
     traffic = costs.traffic(config)
     header = ["stage", "per inner step", "per outer step"]
     rows: list[list[object]] = [
-        [f"a rank of {stage}", spoken_size(inner), spoken_size(outer)]
-        for stage, (inner, outer) in enumerate(zip(traffic.rank_inner, traffic.rank_outer, strict=True))
+        [f"a rank of {stage}", spoken_size(inner + gradients), spoken_size(outer)]
+        for stage, (inner, gradients, outer) in enumerate(
+            zip(traffic.rank_inner, traffic.rank_gradients, traffic.rank_outer, strict=True)
+        )
     ]
-    rows.append(["a replica", spoken_size(traffic.replica_inner), spoken_size(traffic.replica_outer)])
-    rows.append(["leaving it", spoken_size(traffic.replica_inner_outside), spoken_size(traffic.replica_outer)])
+    inner, outside = (
+        count + traffic.replica_gradients for count in (traffic.replica_inner, traffic.replica_inner_outside)
+    )
+    rows.append(["a replica", spoken_size(inner), spoken_size(traffic.replica_outer)])
+    rows.append(["leaving it", spoken_size(outside), spoken_size(traffic.replica_outer)])
     tokens = config.replica_batch_size * config.model.seq_length
     return (
         f"Sent (and as much received), with an outer step every {config.noloco.inner_steps} inner steps:\n\n"
@@ -148,7 +162,10 @@ def _bytes(config: Config) -> str:
 def _outer(config: Config) -> str:
     noloco, replicas = config.noloco, config.topology.replicas
     if noloco.optimizer != "noloco":
-        return f'Outer optimizer "{noloco.optimizer}": no stability range applies.'
+        waits = noloco.optimizer in checks.WAITS_FOR_EVERYBODY
+        return f'Outer optimizer "{noloco.optimizer}": no stability range applies.' + (
+            " It waits for everybody: a lost replica ends the run." if waits else ""
+        )
     if replicas == 1:
         return "One replica: γ multiplies zero, and any value is stable."
     low, high = stable_gamma_range(noloco.outer_momentum, noloco.group_size, replicas)

@@ -2,8 +2,9 @@
 
     torchrun | deepspeed | srun | mpirun ...  -m noloco_mega.train --config FILE [--set KEY=VALUE ...]
 
-Between replicas there is no collective here, nor anywhere below: activations and gradients go from stage to stage,
-outer state from twin to twin, and addresses through the rendezvous.
+Between replicas there is no collective here, nor anywhere below, but for the baselines that are one (DiLoCo and
+all-reduce, comm/collective.py): activations and gradients go from stage to stage, outer state from twin to twin, and
+addresses through the rendezvous.
 """
 
 from __future__ import annotations

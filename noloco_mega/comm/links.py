@@ -51,6 +51,50 @@ class NoLinks:
         """Nothing to give up."""
 
 
+def gloo_group(store: dist.Store, rank: int, size: int, timeout: timedelta, host: str) -> Any:
+    """A gloo process group that is part of no torch.distributed world; its operations end after `timeout`.
+
+    Collective over the group. `host` is this rank's address towards the others. Raises LinkBroken if not everybody
+    connects within `timeout`. The store is not needed afterwards.
+    """
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._timeout = timeout
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+    # Gloo waits for the others as long as the store does. A PrefixStore shares its timeout with all who use the store
+    # below it, so it gets its own back.
+    before = store.timeout  # type: ignore[attr-defined]
+    store.set_timeout(timeout)
+    try:
+        # torch's type stubs leave out its operations.
+        return dist.ProcessGroupGloo(store, rank, size, options)
+    except RuntimeError as error:
+        raise LinkBroken(f"rank {rank} of {size} could not connect to its link group: {error}") from error
+    finally:
+        store.set_timeout(before)
+
+
+def nccl_group(
+    store: dist.Store, rank: int, size: int, timeout: timedelta, device: torch.device
+) -> tuple[dist.ProcessGroup, Any]:
+    """The same over NCCL, and its backend, which can abort it. `store` serves this group alone.
+
+    Built without PyTorch's watchdog, which would end the process on a failure: with blocking waits a failure or timeout
+    surfaces in `wait` instead. Raises LinkBroken if not everybody connects within the limit of device.bound_nccl.
+    """
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    options.config.blocking = 0
+    try:
+        with _environment("TORCH_NCCL_BLOCKING_WAIT", "1"):
+            backend = dist.ProcessGroupNCCL(store, rank, size, options)
+        backend.eager_connect_single_device(device)
+    except RuntimeError as error:
+        raise LinkBroken(f"rank {rank} of {size} could not connect to its link group: {error}") from error
+    group = dist.ProcessGroup(store, rank, size)
+    group._register_backend(device, dist.ProcessGroup.BackendType.NCCL, backend)
+    return group, backend
+
+
 class GlooLinks:
     """Links over TCP, by a gloo process group that is part of no torch.distributed world.
 
@@ -65,20 +109,7 @@ class GlooLinks:
 
         Raises LinkBroken if not everybody connects within `timeout`. The store is not needed afterwards.
         """
-        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._timeout = timeout
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
-        # Gloo waits for the others as long as the store does. A PrefixStore shares its timeout with all who use the
-        # store below it, so it gets its own back.
-        before = store.timeout  # type: ignore[attr-defined]
-        store.set_timeout(timeout)
-        try:
-            # torch's type stubs leave out send and recv.
-            self._group: Any = dist.ProcessGroupGloo(store, rank, size, options)
-        except RuntimeError as error:
-            raise LinkBroken(f"rank {rank} of {size} could not connect to its link group: {error}") from error
-        finally:
-            store.set_timeout(before)
+        self._group = gloo_group(store, rank, size, timeout, host)
         self._broken: str | None = None
         self._posted: queue.SimpleQueue[list[dist.Work] | None] = queue.SimpleQueue()
         self._outcomes: queue.SimpleQueue[str | None] = queue.SimpleQueue()
@@ -133,8 +164,7 @@ def _wait_for_gloo(posted: queue.SimpleQueue[list[dist.Work] | None], outcomes: 
 class NcclLinks:
     """Links over NCCL, by a communicator of its own. Written from PyTorch's source; not yet run on GPUs.
 
-    The group is built without PyTorch's watchdog, which would end the process on a failure: with blocking waits a
-    failure or timeout surfaces in `wait` instead. The communicator is non-blocking, so that no call of NCCL's holds the
+    The communicator is non-blocking, so that no call of NCCL's holds the
     process for ever: PyTorch waits for what is in progress on the host (making the communicator, connecting to a peer
     at the first transfer with it, launching), not for `timeout` but for as long as device.bound_nccl has said. Every
     exchange is one NCCL group call: a rank's calls run in the order issued, and separate sends and receives along
@@ -150,20 +180,10 @@ class NcclLinks:
         everybody is here within the limit of device.bound_nccl (making and connecting) or `timeout` (the first
         transfer).
         """
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        options.config.blocking = 0
         self._device = device.device
         self._timeout = timeout
         self._broken: str | None = None
-        try:
-            with _environment("TORCH_NCCL_BLOCKING_WAIT", "1"):
-                self._backend = dist.ProcessGroupNCCL(store, rank, size, options)
-            self._backend.eager_connect_single_device(self._device)
-        except RuntimeError as error:
-            raise LinkBroken(f"rank {rank} of {size} could not connect to its link group: {error}") from error
-        self._group = dist.ProcessGroup(store, rank, size)
-        self._group._register_backend(self._device, dist.ProcessGroup.BackendType.NCCL, self._backend)
+        self._group, self._backend = nccl_group(store, rank, size, timeout, self._device)
         connect(self, rank, peers, self._device)
 
     def exchange(self, sends: Sequence[tuple[Tensor, int]], recvs: Sequence[tuple[Tensor, int]]) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -11,6 +12,7 @@ import torch.distributed as dist
 
 from noloco_mega import versions
 from noloco_mega.comm.channel import Address
+from noloco_mega.comm.collective import Collective
 from noloco_mega.plan import pairing, views
 
 if TYPE_CHECKING:
@@ -67,6 +69,10 @@ def agree(group: dist.ProcessGroup, device: torch.device, *flags: int) -> tuple[
     return tuple(int(value) for value in values.tolist())
 
 
+def _nobody(timeout: timedelta) -> Collective:
+    raise ValueError("these peers were connected without a way to gather the twins of all replicas")
+
+
 @dataclass
 class Peers:
     """One rank's view of the run around its replica.
@@ -93,12 +99,25 @@ class Peers:
     """Which replicas are paired, from which inner step on: those that live, as far as it is known here. By default all
     of the view log's."""
 
+    gather: Callable[[timedelta], Collective] = _nobody
+    """How the group with the twins of all replicas forms, whose sums must be done within the given time."""
+    _everybody: Collective | None = field(default=None, init=False)
+
     def __post_init__(self) -> None:
         self.present = self.present or list(self.view_log)
+
+    def everybody(self, settings: Noloco) -> Collective:
+        """The group with the twins of all replicas. The first call forms it, collective over them: only an outer
+        optimizer that waits for everybody may ask for it. Raises as `open_collective` does."""
+        if self._everybody is None:
+            self._everybody = self.gather(timedelta(seconds=settings.link_timeout_seconds))
+        return self._everybody
 
     def close(self) -> None:
         """Leave: exchanges in flight end, and nobody finds this rank any more."""
         self.exchange.close()
+        if self._everybody is not None:
+            self._everybody.close()
         for resource in self.resources:
             resource.close()
 

@@ -149,7 +149,7 @@ class RendezvousServer:
 
 
 class RendezvousClient:
-    """One rank's view of the directory, for one thread at a time.
+    """One rank's view of the directory, for one thread at a time; another one may call `renew`.
 
     Its records are known until `close`. Each call retries until `timeout_seconds` have passed.
     """
@@ -168,6 +168,7 @@ class RendezvousClient:
         self._announced: dict[Key, Record] = {}
         self._failed: dict[Place, str] = {}
         self._lease: Channel | None = None
+        self._on_lease = threading.RLock()
         self._born = time.monotonic()
 
     def announce(self, topic: str, replica: int, rank: int, record: Record) -> None:
@@ -250,7 +251,11 @@ class RendezvousClient:
     def _hold(self, keys: Sequence[Key], failed: Sequence[Place], timeout_seconds: float) -> None:
         """Tell the server these records and failures on the lease, retrying until the time is up."""
         deadline = time.monotonic() + timeout_seconds
-        self._retry(lambda: self._tell(keys, failed, deadline), deadline, timeout_seconds, [])
+        self._retry(lambda: self._tell_alone(keys, failed, deadline), deadline, timeout_seconds, [])
+
+    def _tell_alone(self, keys: Sequence[Key], failed: Sequence[Place], deadline: float) -> None:
+        with self._on_lease:
+            self._tell(keys, failed, deadline)
 
     def _tell(self, keys: Sequence[Key], failed: Sequence[Place], deadline: float) -> None:
         """One attempt at that; a new lease repeats all that this client has said."""
@@ -297,8 +302,9 @@ class RendezvousClient:
             channel.close()
 
     def _keep_lease(self, deadline: float) -> None:
-        if self._lease is None or self._lease.hung_up():
-            self._tell([], [], deadline)
+        with self._on_lease:
+            if self._lease is None or self._lease.hung_up():
+                self._tell([], [], deadline)
 
     def _dial(self, deadline: float) -> Channel:
         return dial(self.address, self._secret, self._hello, max(0.1, deadline - time.monotonic()), keep_trying=True)

@@ -7,6 +7,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from noloco_mega.comm.rendezvous import RendezvousClient
 from noloco_mega.comm.wire import Address
 
 
@@ -19,3 +20,18 @@ def serve_store(host: str, timeout: timedelta) -> tuple[dist.TCPStore, Address]:
         host, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=bound.detach()
     )
     return store, (host, port)
+
+
+def shared_store(
+    client: RendezvousClient, topic: str, replica: int, *, serves: bool, host: str, timeout: timedelta
+) -> dist.Store:
+    """The store that one rank of `replica` serves and announces under `topic`.
+
+    Raises RendezvousTimeout if nobody serves it in time, StartFailed if a rank of the run fails at its start.
+    """
+    if serves:
+        store, address = serve_store(host, timeout)
+        client.announce(topic, replica, 0, {"address": list(address)})
+        return store
+    host, port = client.wait_for(topic, [(replica, 0)])[(replica, 0)]["address"]
+    return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)

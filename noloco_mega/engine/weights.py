@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
 
+CHUNK_ELEMENTS = 1 << 20
+"""Elements per data rank that travel at once where gradients are gathered."""
+
+
 class Segment(NamedTuple):
     """`numel` elements that a parameter (flattened, from `parameter_offset`) and a master share."""
 
@@ -55,6 +59,48 @@ class Masters:
     def publish(self) -> None:
         """Make the model's weights follow the masters. Collective over the inner data-parallel group."""
         self._engine.optimizer.update_lp_params()
+
+    @property
+    def gradients(self) -> list[torch.Tensor]:
+        """What the coming inner step will clip and use: the gradients of this data rank's masters, in pieces.
+
+        Fp32, or what the engine accumulates in. They exist between the engine's reduction and its step. Write them in
+        place, and have `publish_gradients` called after that. Raises ValueError where the engine has none.
+        """
+        optimizer = self._engine.optimizer
+        if isinstance(optimizer, BF16_Optimizer):
+            return list(optimizer.fp32_groups_gradient_flat_partition)
+        pieces = [optimizer.averaged_gradients.get(group) for group in range(len(self.tensors))]
+        if any(group is None for group in pieces):
+            raise ValueError(
+                "this engine has no reduced gradients before its step: call engine.backward first, and leave "
+                '"managed_gradient_accumulation" out'
+            )
+        return [piece for group in pieces for piece in group]
+
+    @torch.no_grad()
+    def publish_gradients(self) -> None:
+        """Make what the engine clips by follow the gradients. Collective over the inner data-parallel group.
+
+        DeepSpeedZeroOptimizer takes the norm of all partitions together. BF16_Optimizer takes it of the whole flat
+        gradient that each data rank has, whose other partitions this brings up to date.
+        """
+        optimizer = self._engine.optimizer
+        if not isinstance(optimizer, BF16_Optimizer):
+            return
+        for whole, own, group in zip(
+            optimizer.fp32_groups_gradients_flat,
+            optimizer.fp32_groups_gradient_flat_partition,
+            optimizer.real_dp_process_group,
+            strict=True,
+        ):
+            ranks = dist.get_world_size(group)
+            partitions = whole.view(ranks, -1)
+            for start in range(0, own.numel() if ranks > 1 else 0, CHUNK_ELEMENTS):
+                part = own[start : start + CHUNK_ELEMENTS]
+                gathered = part.new_empty(ranks, part.numel())
+                dist.all_gather_into_tensor(gathered.view(-1), part.contiguous(), group=group)
+                partitions[:, start : start + CHUNK_ELEMENTS].copy_(gathered)
 
     def probe(self, count: int = 256) -> torch.Tensor:
         """At most `count` evenly spaced elements of this rank's masters laid end to end: fp32 [count], on the CPU.

@@ -2,23 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    import torch
+
+    from noloco_mega.comm.collective import Collective
     from noloco_mega.comm.membership import Peers
     from noloco_mega.config import Noloco
     from noloco_mega.engine.weights import Masters
 
 
+CHUNK_ELEMENTS = 1 << 20
+"""Elements that one pass of an update works on: bounds its temporaries, which are of this size."""
+
+
+def parts(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, slice]]:
+    """All of some flat tensors in pieces of CHUNK_ELEMENTS: (index of the tensor, elements of it)."""
+    for index, tensor in enumerate(tensors):
+        for start in range(0, tensor.numel(), CHUNK_ELEMENTS):
+            yield index, slice(start, start + CHUNK_ELEMENTS)
+
+
 @dataclass(frozen=True, kw_only=True)
 class OuterReport:
-    """What one outer step did, as this rank saw it; `received` and `spread` are equal on all ranks of a replica."""
+    """What one outer step did, as this rank saw it; `received` and `spread` are equal on all ranks of a replica.
+
+    An optimizer that averages over everybody counts as bytes what each rank hands to the all-reduce, once, and cannot
+    tell the spread.
+    """
 
     outer_step: int
     asked: tuple[int, ...] = ()
-    """The partners that the plan named, ascending."""
+    """The partners that the plan named, ascending; all other replicas where the optimizer waits for everybody."""
     received: tuple[int, ...] = ()
     """The partners whose data every rank of this replica holds whole; the group was these and the replica itself."""
     missed: Mapping[int, str] = field(default_factory=dict)
@@ -38,7 +56,10 @@ class OuterReport:
 
 
 class OuterOptimizer(Protocol):
-    """Moves the masters between inner phases. Between `launch` and `apply` nobody else may touch the masters."""
+    """Moves the masters between inner phases. Between `launch` and `apply` nobody else may touch the masters.
+
+    All methods are called alike on all ranks of a replica.
+    """
 
     settings: Noloco
     catches_up: bool
@@ -50,6 +71,11 @@ class OuterOptimizer(Protocol):
         """Whether an outer step follows once `step` inner steps have been taken."""
         return step > 0 and step % self.settings.inner_steps == 0
 
+    def before_inner_step(self) -> None:
+        """An inner step is about to use the gradients that Masters.gradients holds: reduced over the replica's own
+        ranks, and not clipped yet. Most outer optimizers leave them alone."""
+        return
+
     def launch(self, outer_step: int) -> None:
         """Begin outer step `outer_step` (counted from 0): whatever can travel starts to."""
         ...
@@ -57,7 +83,8 @@ class OuterOptimizer(Protocol):
     def apply(self) -> OuterReport:
         """Finish what `launch` began; the next inner step starts from what it leaves in the model. Collective over the
         replica, and bounded whatever the partners do: by settings.exchange_deadline_seconds for meeting them and
-        settings.transfer_cap_seconds for their data."""
+        settings.transfer_cap_seconds for their data. Where everybody is averaged with, bounded by
+        settings.link_timeout_seconds; then CollectiveBroken is raised."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
@@ -67,3 +94,21 @@ class OuterOptimizer(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a state of the same shapes. Raises ValueError if it belongs to another layout."""
         ...
+
+
+def report_of_all(everybody: Collective, outer_step: int, seconds: float, payload_bytes: int) -> OuterReport:
+    """The report of an optimizer that has averaged with all other replicas."""
+    return OuterReport(
+        outer_step=outer_step,
+        asked=everybody.others,
+        received=everybody.others,
+        exchange_seconds=seconds,
+        sent_bytes=payload_bytes,
+        received_bytes=payload_bytes,
+    )
+
+
+def refuse_state(name: str, state: Mapping[str, Any]) -> None:
+    """Raise ValueError where something is loaded into the optimizer `name`, which keeps nothing."""
+    if state:
+        raise ValueError(f'the outer optimizer "{name}" has no state, but the one to load holds {sorted(state)}')

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 
 from noloco_mega import launcher
 from noloco_mega.comm.channel import Listener
+from noloco_mega.comm.collective import Collective, open_collective
 from noloco_mega.comm.exchange import Exchange
 from noloco_mega.comm.membership import Peers, addresses_of, refuse_differences
 from noloco_mega.comm.rendezvous import RendezvousClient
+from noloco_mega.device import Device
 from noloco_mega.engine.weights import fingerprint
 from noloco_mega.plan import views
 
@@ -64,4 +69,22 @@ def connect(
     )
     world = dist.group.WORLD
     assert world is not None
-    return Peers(launch.replica, views.initial(replicas), addresses, exchange, world, engine.device, (listener, client))
+    gather = functools.partial(
+        _gather, client, replica=launch.replica, replicas=replicas, rank=rank, device=engine.device, host=launch.host
+    )
+    return Peers(
+        launch.replica,
+        views.initial(replicas),
+        addresses,
+        exchange,
+        world,
+        engine.device,
+        (listener, client),
+        gather=gather,
+    )
+
+
+def _gather(client: RendezvousClient, timeout: timedelta, *, device: torch.device, **place: Any) -> Collective:
+    """The group of this rank's twins in all replicas, for outer optimizers that wait for everybody."""
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    return open_collective(client, device=Device(device, backend), timeout=timeout, **place)

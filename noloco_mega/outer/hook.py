@@ -88,6 +88,8 @@ class Hook:
 
     def _step(self, *args: Any, **kwargs: Any) -> None:
         steps_before = self._engine.global_steps
+        if self._engine.is_gradient_accumulation_boundary():
+            self.optimizer.before_inner_step()
         self._engine_step(*args, **kwargs)
         if self._engine.global_steps == steps_before:
             return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from noloco_mega.outer.base import OuterOptimizer, OuterReport
+from noloco_mega.outer.base import OuterOptimizer, OuterReport, refuse_state
 
 if TYPE_CHECKING:
     from noloco_mega.comm.membership import Peers
@@ -35,5 +35,4 @@ class Local(OuterOptimizer):
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state:
-            raise ValueError(f'the outer optimizer "local" has no state, but the one to load holds {sorted(state)}')
+        refuse_state("local", state)

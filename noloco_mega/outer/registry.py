@@ -5,11 +5,20 @@ from __future__ import annotations
 from noloco_mega.comm.membership import Peers
 from noloco_mega.config import Noloco
 from noloco_mega.engine.weights import Masters
+from noloco_mega.outer.allreduce import AllReduce
 from noloco_mega.outer.base import OuterOptimizer
+from noloco_mega.outer.diloco import DiLoCo
+from noloco_mega.outer.gossip import Gossip
 from noloco_mega.outer.local import Local
 from noloco_mega.outer.noloco import NoLoCo
 
-OUTER_OPTIMIZERS: dict[str, type[OuterOptimizer]] = {"local": Local, "noloco": NoLoCo}
+OUTER_OPTIMIZERS: dict[str, type[OuterOptimizer]] = {
+    "allreduce": AllReduce,
+    "diloco": DiLoCo,
+    "gossip": Gossip,
+    "local": Local,
+    "noloco": NoLoCo,
+}
 
 
 def build(masters: Masters, settings: Noloco, peers: Peers) -> OuterOptimizer:

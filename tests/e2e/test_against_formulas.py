@@ -46,6 +46,9 @@ def expected_run(config, shapes):
             leaves, config.model, config.topology.stages, routes, step, list(range(config.microbatches)), loader.train
         )
         losses.append([np.mean(of_replica) for of_replica in result.losses])
+        if settings.optimizer == "allreduce":
+            means = {name: sum(own[name] for own in result.gradients) / replicas for name in shapes}
+            result.gradients[:] = [means] * replicas
         for weights, gradients, optimizer in zip(theta, result.gradients, inner, strict=True):
             norm = torch.sqrt(sum(g.square().sum() for g in gradients.values()))
             clip = min(1.0, config.deepspeed["gradient_clipping"] / (float(norm) + 1e-6))
@@ -55,8 +58,8 @@ def expected_run(config, shapes):
         if (step + 1) % settings.inner_steps == 0:
             outer_step = (step + 1) // settings.inner_steps - 1
             groups = pairing.groups(settings.seed, outer_step, range(replicas), settings.group_size)
-            for group in groups:
-                take_outer_step(group, theta, phi, delta, settings)
+            for group in [range(replicas)] if settings.optimizer == "diloco" else groups:
+                OUTER_STEPS[settings.optimizer](group, theta, phi, delta, settings)
     return np.array(losses).T, theta
 
 
@@ -77,18 +80,51 @@ def take_outer_step(group, theta, phi, delta, settings):
             theta[i][name].copy_(phi[i][name])
 
 
-def test_a_run_computes_what_the_formulas_say(tiny, tmp_path):
-    raw = tiny(
-        topology={"replicas": 3, "stages": 2}, run__steps=12, noloco__inner_steps=3, gradient_accumulation_steps=2
-    )
-    config = configs.parse(raw)
-    rows = run(raw, tmp_path)
-    saved = [SavedReplica(config.replica_folder(replica) / "weights") for replica in range(3)]
+def take_nesterov_step(group, theta, phi, delta, settings):
+    """torch.optim.SGD's formulas with nesterov=True, on the gradient −mean Δ; its momentum buffer is kept in δ."""
+    for name in theta[group[0]]:
+        gradient = -sum(theta[j][name] - phi[j][name] for j in group) / len(group)
+        for i in group:
+            delta[i][name] = settings.outer_momentum * delta[i][name] + gradient
+            look_ahead = gradient + settings.outer_momentum * delta[i][name]
+            phi[i][name] = phi[i][name] - settings.outer_lr * look_ahead
+            theta[i][name].copy_(phi[i][name])
+
+
+def average_weights(group, theta, phi, delta, settings):
+    for name in theta[group[0]]:
+        mean = sum(theta[j][name] for j in group) / len(group)
+        for i in group:
+            theta[i][name].copy_(mean)
+
+
+def change_nothing(group, theta, phi, delta, settings):
+    pass
+
+
+OUTER_STEPS = {
+    "noloco": take_outer_step,
+    "diloco": take_nesterov_step,
+    "gossip": average_weights,
+    "allreduce": change_nothing,
+}
+
+
+def compare(config, rows):
+    """A finished run against the formulas."""
+    replicas = config.topology.replicas
+    saved = [SavedReplica(config.replica_folder(replica) / "weights") for replica in range(replicas)]
     shapes = {name: tuple(saved[0].tensor(name).shape) for name in saved[0].names}
     losses, theta = expected_run(config, shapes)
-
-    for replica in range(3):
+    for replica in range(replicas):
         np.testing.assert_allclose(values(rows, "loss", replica), losses[replica], rtol=2e-5)
         for name in shapes:
             difference = (saved[replica].tensor(name).double() - theta[replica][name]).norm()
             assert difference < 2e-4 * theta[replica][name].norm(), name
+
+
+def test_a_run_computes_what_the_formulas_say(tiny, tmp_path):
+    raw = tiny(
+        topology={"replicas": 3, "stages": 2}, run__steps=12, noloco__inner_steps=3, gradient_accumulation_steps=2
+    )
+    compare(configs.parse(raw), run(raw, tmp_path))

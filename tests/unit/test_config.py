@@ -105,7 +105,7 @@ def test_configs_are_frozen():
         ({"optimizer__params": {}}, "optimizer.params.lr"),
         ({"train_batch_size": 9}, "4 · accumulation 2 · topology.data 1 = 8"),
         ({"train_micro_batch_size_per_gpu": "auto"}, "must be a positive integer"),
-        ({"noloco__optimizer": "sgd"}, "known: local, noloco"),
+        ({"noloco__optimizer": "sgd"}, "known: allreduce, diloco, gossip, local, noloco"),
         ({"noloco__group_size": 5}, "choose at most 4"),
         ({"noloco__outer_momentum": 0.9}, "γ must lie in (0, 0.542)"),
         ({"noloco__gamma": 0}, "would never shrink. With this α, γ must lie in (0, 1.799)"),
@@ -294,7 +294,7 @@ def test_files_that_are_no_config(tmp_path, text, message):
 
 def test_unstable_settings_run_when_asked_for():
     parse(changed(noloco__gamma=0, noloco__allow_unstable=True))
-    parse(changed(noloco__outer_momentum=0.9, noloco__optimizer="local"))
+    parse(changed(noloco__outer_momentum=0.9, noloco__optimizer="diloco"))
     parse(changed(noloco__outer_momentum=0.9, topology__replicas=2))  # two replicas: the exact range is wider
 
 

@@ -58,18 +58,41 @@ def test_its_plan_can_be_drawn(path):
     assert sorted(sum(pairing.groups(noloco.seed, 0, members, noloco.group_size), ())) == members
 
 
-def test_the_papers_hyperparameters():
+# α, β and H as published; all-reduce has none of them, and reports as often as NoLoCo does.
+OUTER = {"noloco": (0.5, 0.7, 50), "diloco": (0.3, 0.7, 100), "allreduce": (0.5, 0.7, 50)}
+
+
+@pytest.mark.parametrize("optimizer", OUTER)
+def test_the_papers_hyperparameters(optimizer):
     found = {}
     for path in FILES:
-        config, size = configs.load(path), NAME.fullmatch(path.stem)["size"]
-        if size not in TOPOLOGIES:
+        config, match = configs.load(path), NAME.fullmatch(path.stem)
+        size = match["size"]
+        if size not in TOPOLOGIES or match["optimizer"] != optimizer:
             continue
         found.setdefault(size, set()).add((config.topology.replicas, config.topology.stages))
         noloco, deepspeed = config.noloco, config.deepspeed
-        assert (noloco.outer_momentum, noloco.outer_lr, noloco.inner_steps, noloco.group_size) == (0.5, 0.7, 50, 2)
+        assert (noloco.outer_momentum, noloco.outer_lr, noloco.inner_steps) == OUTER[optimizer]
+        assert noloco.group_size == 2 and not noloco.nesterov and noloco.weight_decay == 0
+        if optimizer != "noloco":
+            assert noloco.routing == "fixed"
         schedule = deepspeed["scheduler"]["params"]
         assert (schedule["warmup_num_steps"], schedule["total_num_steps"], config.run.steps) == (1000, 25000, 25000)
         assert schedule["cos_min_ratio"] == 0.1 and schedule["warmup_type"] == "linear"
         assert deepspeed["gradient_clipping"] == 1.0 and deepspeed["optimizer"]["params"]["weight_decay"] == 0
         assert config.model.seq_length == 1024 and config.model.vocab_size == 128256
     assert found == TOPOLOGIES
+
+
+def test_the_papers_runs_of_one_size_and_topology_differ_only_in_how_replicas_meet():
+    runs = {}
+    for path in FILES:
+        match = NAME.fullmatch(path.stem)
+        if match["size"] not in TOPOLOGIES:
+            continue
+        raw = configs.load(path).to_json()
+        raw.pop("noloco")
+        raw["run"].pop("name")
+        runs.setdefault((match["size"], match[4], match[5]), []).append(raw)
+    assert all(raw == same[0] for same in runs.values() for raw in same)
+    assert [len(same) for same in runs.values()] == [3] * 8

@@ -1,6 +1,7 @@
 """NoLoCo's outer step against the paper's two-tensor form in NumPy, and what it does to the mean and the spread.
 
-Replicas are simulated in one process: Ring gives each of them masters, peers and an exchange that swaps in memory.
+Replicas are simulated in one process: Ring gives each of them masters, peers, an exchange that swaps in memory and a
+collective that adds up there.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from noloco_mega import checks
 from noloco_mega.comm.exchange import Missed, Received
 from noloco_mega.comm.membership import Peers
 from noloco_mega.config import Noloco
-from noloco_mega.outer import noloco, registry
+from noloco_mega.outer import base, registry
 from noloco_mega.plan import pairing, views
 
 SIZE = 1000
@@ -47,6 +48,27 @@ class MemoryExchange:
         return Received(partner, 0.0, payload_bytes, (self.replica, partner) not in self.lost)
 
 
+class MemoryCollective:
+    """The collective's contract in memory: the first replica to ask takes the mean of what all masters hold then."""
+
+    def __init__(self, masters):
+        self.masters, self.means, self.answered = masters, None, 0
+
+    def of(self, replica, replicas):
+        """What one replica's optimizer sees of it."""
+        return SimpleNamespace(mean_=self.mean_, others=tuple(r for r in range(replicas) if r != replica))
+
+    def mean_(self, tensors):
+        if self.means is None:
+            self.means = [torch.stack(twins).mean(0) for twins in zip(*self.masters, strict=True)]
+        for tensor, mean in zip(tensors, self.means, strict=True):
+            tensor.copy_(mean)
+        self.answered += 1
+        if self.answered == len(self.masters):
+            self.means, self.answered = None, 0
+        return sum(4 * tensor.numel() for tensor in tensors)
+
+
 class Ring:
     """N replicas of two flat masters each, with outer optimizers and no processes."""
 
@@ -55,6 +77,7 @@ class Ring:
         start = [self.random.standard_normal(SIZE), self.random.standard_normal(7)]
         self.mail, self.lost, self.published = {}, set(), 0
         self.masters, self.optimizers, self.exchanges = [], [], []
+        everybody = MemoryCollective(self.masters)
         for replica in range(replicas):
             tensors = [torch.tensor(part, dtype=torch.float32) for part in start]
             self.masters.append(tensors)
@@ -66,6 +89,7 @@ class Ring:
                 partners=lambda t, s, replica=replica: pairing.partners(
                     s.seed, t, range(replicas), s.group_size, replica
                 ),
+                everybody=lambda s, replica=replica: everybody.of(replica, replicas),
                 agree=lambda *flags: flags,
                 total=lambda values: values,
             )
@@ -116,9 +140,9 @@ def printed_step(theta, phi, delta, groups, settings):
         (1, Noloco()),
     ],
 )
-@pytest.mark.parametrize("chunk", [noloco.CHUNK_ELEMENTS, 64])
+@pytest.mark.parametrize("chunk", [base.CHUNK_ELEMENTS, 64])
 def test_three_steps_equal_the_printed_formula(replicas, settings, chunk, monkeypatch):
-    monkeypatch.setattr(noloco, "CHUNK_ELEMENTS", chunk)
+    monkeypatch.setattr(base, "CHUNK_ELEMENTS", chunk)
     ring = Ring(replicas, settings)
     phi = ring.weights()
     delta = np.zeros_like(phi)
@@ -303,5 +327,5 @@ def test_due_after_every_inner_steps_th_step():
 
 def test_the_registry_knows_what_the_checks_allow():
     assert sorted(registry.OUTER_OPTIMIZERS) == sorted(checks.OUTER_OPTIMIZERS)
-    with pytest.raises(ValueError, match="known: local, noloco"):
+    with pytest.raises(ValueError, match="known: allreduce, diloco, gossip, local, noloco"):
         registry.build(None, Noloco(optimizer="best"), None)

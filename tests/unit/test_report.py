@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from noloco_mega import cli, costs, report
+from noloco_mega import checks, cli, costs, report
 from noloco_mega.config import ConfigError, parse
 from tests.unit.test_config import changed
 
@@ -53,6 +53,35 @@ def test_an_outer_optimizer_that_never_exchanges_costs_nothing():
     held, sent = costs.memory(config, 0, on_gpu=False), costs.traffic(config)
     assert held.phi == held.delta == held.host_buffers == 0 and sent.replica_outer == 0
     assert "no stability range" in report.describe(config)
+
+
+def test_bytes_of_the_baselines_by_hand():
+    """Three replicas, D = 2: a ring sends 2/3 of the buffer twice; pairs send all of it once."""
+    cut = {"topology": {"replicas": 3, "stages": 2, "data": 2}}
+    sent = {name: costs.traffic(parse(changed(**cut, noloco__optimizer=name))) for name in checks.OUTER_OPTIMIZERS}
+    share = costs.stage_parameters(parse(changed(**cut)), 1) // 2
+    assert {name: traffic.rank_outer[1] for name, traffic in sent.items()} == {
+        "noloco": 4 * share, "gossip": 4 * share, "diloco": 2 * 4 * share * 2 // 3, "allreduce": 0, "local": 0,
+    }  # fmt: skip
+    assert {name for name, traffic in sent.items() if traffic.replica_gradients} == {"allreduce"}
+    assert sent["allreduce"].rank_gradients == sent["diloco"].rank_outer
+    held = {name: costs.memory(parse(changed(noloco__optimizer=name)), 0, on_gpu=True) for name in sent}
+    assert {name for name, memory in held.items() if memory.phi} == {"noloco", "diloco"}
+    assert {name for name, memory in held.items() if memory.host_buffers} == {"noloco", "gossip"}
+    text = report.describe(parse(changed(noloco__optimizer="diloco")))
+    assert "a lost replica ends the run" in text and "exchange buffers of no bytes" in text
+
+
+def test_the_time_of_averages_over_everybody():
+    """Rings at 1 Gbit/s, by hand; they take their time, but no deadline is theirs."""
+    for name in ("diloco", "allreduce"):
+        config = parse(changed(noloco__routing="fixed", noloco__optimizer=name))
+        traffic = costs.traffic(config)
+        seconds = (traffic.replica_outer + traffic.replica_gradients) * 8 / 1e9
+        verdict = report.judge(config, links(gbit_per_second=1.0))
+        spoken = f"{seconds * 1000:.3g} ms"
+        assert (f"gradients {spoken} more" if name == "allreduce" else f"an exchange {spoken}") in verdict
+        report.judge(config, links(gbit_per_second=1e-6))
 
 
 def links(**changes):
