@@ -37,6 +37,7 @@ class Leaders:
         self._run_id = run_id
         self._leaders: dict[int, Address] = {}
         self._under_way: set[threading.Thread] = set()
+        self._starting = threading.Lock()
         self.gone: set[int] = set()
         """The replicas whose leader's process is known to have ended."""
         self.on_gone: list[Callable[[], None]] = []
@@ -80,12 +81,15 @@ class Leaders:
         hello = {"kind": kind, "run": self._run_id, "replica": self.replica, **message}
         # One thread each: a leader that hangs must not delay the message to the next one.
         thread = threading.Thread(target=self._tell, args=(replica, where, hello), daemon=True)
-        self._under_way.add(thread)
-        thread.start()
+        with self._starting:
+            self._under_way.add(thread)
+            thread.start()
 
     def flush(self) -> None:
         """Wait until every message has been handed over or given up (TELL_SECONDS at most)."""
-        for thread in list(self._under_way):
+        with self._starting:  # heartbeats go out from another thread, and a thread can't be joined before it starts
+            threads = list(self._under_way)
+        for thread in threads:
             thread.join()
 
     def _tell(self, replica: int, where: Address, hello: Message) -> None:
