@@ -302,6 +302,7 @@ class Connection:
     def _steer(self, peers: Peers, addresses: Mapping[int, Address]) -> None:
         """From now on this replica hears and speaks of itself, and of the others' fate."""
         settings, topology, replica = self._config.noloco, self._config.topology, self._place.replica
+        catches_up = registry.OUTER_OPTIMIZERS[settings.optimizer].catches_up and topology.replicas > 1
         orders = Orders(self.world.replica, self.world.device.device, self.leads)
         lead = None
         if self.leads:
@@ -317,6 +318,7 @@ class Connection:
                 replicas=topology.replicas,
                 site=topology.site_of(replica),
                 routes=self._routes,
+                heals=catches_up,
                 columns=topology.data * topology.tensor,
                 ranks=self._grid.replica_size,
                 inner_steps=settings.inner_steps,
@@ -340,7 +342,6 @@ class Connection:
             present = ((replica,), UNKNOWN) if self.joins else (self.members, 0)
             coordinator.start(*present, self._first_circuit, self._site_members)
             lead = Lead(coordinator=coordinator, roster=roster, stopping=self._stopping, donor=self.donor)
-        catches_up = registry.OUTER_OPTIMIZERS[settings.optimizer].catches_up and topology.replicas > 1
         steps = self._config.run.steps
         self.steering = Steering(
             settings, peers, self._circuits, self._siblings, orders, lead, self._rank, catches_up, steps

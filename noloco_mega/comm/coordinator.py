@@ -83,6 +83,8 @@ class Plan:
     site: tuple[int, ...]
     routes: bool
     """Whether microbatches are routed between replicas at all."""
+    heals: bool
+    """Whether a replica can take over a live one's state while the run goes on."""
     columns: int
     """D·T: each column of ranks has links, and a store to form them, of its own."""
     ranks: int
@@ -340,7 +342,7 @@ class Coordinator:
         before = self._bad.get(step, 0)
         now = before + sum(self._plan.replica in route for route in routes)
         self._bad = {**{s: n for s, n in self._bad.items() if s > step - BAD_STEPS_KEPT}, step: now}
-        if before < SUSPICIOUS_ROUTES <= now:
+        if self._plan.heals and before < SUSPICIOUS_ROUTES <= now:
             self._orders.give({"check": step})
 
     # Circuits

@@ -30,7 +30,7 @@ class Replica:
             if other != replica:
                 self.roster.hear(other, self._standing(listeners, other, 0, True))
         plan = Plan(
-            replica=replica, replicas=replicas, site=tuple(range(replicas)), routes=True, columns=1, ranks=1,
+            replica=replica, replicas=replicas, site=tuple(range(replicas)), routes=True, heals=True, columns=1, ranks=1,
             inner_steps=INNER_STEPS, steps=10_000, heartbeat_seconds=BEAT_SECONDS, form_seconds=5.0, host="127.0.0.1",
         )  # fmt: skip
         self.coordinator = Coordinator(
