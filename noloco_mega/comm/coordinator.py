@@ -31,6 +31,7 @@ import torch.distributed as dist
 
 from noloco_mega.comm.circuits import LOCAL, Circuits
 from noloco_mega.comm.control import Leaders
+from noloco_mega.comm.hurry import Hurry
 from noloco_mega.comm.orders import Orders
 from noloco_mega.comm.roster import Roster, Standing
 from noloco_mega.comm.siblings import Siblings
@@ -130,6 +131,8 @@ class Coordinator:
         self._reminded = 0.0
         self._ticked = time.monotonic()
         self._closed = threading.Event()
+        self._hurry = Hurry(plan.replica, self._tell, self.broken)
+        self._wanted_haste: tuple[int, int] | None = None
         handlers = {
             "alive": self._alive,
             "present": self._told_present,
@@ -164,6 +167,16 @@ class Coordinator:
     def broken(self, number: int) -> None:
         """A rank of this replica saw a link of this circuit fail."""
         self._post(self._dissolve, number, True)
+
+    def hurry(self, number: int, step: int, outer_step: int) -> None:
+        """In inner step `step`, on circuit `number`: partners wait for this replica at outer step `outer_step`."""
+        if self._wanted_haste != (number, outer_step):  # said once
+            self._wanted_haste = (number, outer_step)
+            self._post(self._want_haste, number, step, outer_step)
+
+    def due(self, number: int, step: int) -> int:
+        """The outer step that inner step `step` is the last one before, as the circuit has agreed; or STAY."""
+        return self._hurry.due(number, step)
 
     def bad(self, step: int, routes: Sequence[Sequence[int]]) -> None:
         """Microbatches of this replica's last stage had a loss that is not finite; `routes` tells who carried them."""
@@ -423,11 +436,23 @@ class Coordinator:
             self._member_formed(sender, int(message["formed"]), message.get("problem"))
         elif "commit" in message:
             self._commit(_count(message["commit"]), _count(message["from_step"]))
+        elif "want" in message:
+            self._want_haste(_count(message["want"]), self._roster.own.step, _count(message["outer"]))
+        elif "hurry" in message:
+            self._hurry.asked(sender, *(_count(message[key]) for key in ("hurry", "at", "outer")))
+        elif "able" in message:
+            self._hurry.able(sender, _count(message["able"]), _count(message["at"]))
+        elif "do" in message or "stay" in message:
+            self._hurry.told(_count(message.get("do", message.get("stay"))), _count(message["at"]), "do" in message)
         elif "dissolved" in message:
             number, proposal = int(message["dissolved"]), self._proposal
             if proposal is not None and proposal.number == number and not proposal.committed:
                 self._spare([sender])  # it takes another member for dead, and would do so again at once
             self._dissolve(number, False)
+
+    def _want_haste(self, number: int, step: int, outer_step: int) -> None:
+        if number in self._members and number not in self._dissolved:
+            self._hurry.want(number, self._members[number], step, outer_step)
 
     def _proposed(self, sender: int, message: Message) -> None:
         number, members = int(message["propose"]), tuple(sorted(int(replica) for replica in message["members"]))

@@ -224,12 +224,26 @@ class Steering:
     def _to_join(self, step: int) -> int:
         """On the leader: the outer step to end this phase for after inner step `step`, or STAY."""
         assert self._lead is not None
-        settings, phase, now = self._settings, step // self._settings.inner_steps, time.monotonic()
-        if not self._catches_up or self._circuits.number or (step + 1) % settings.inner_steps == 0:
+        number, phase = self._circuits.number, step // self._settings.inner_steps
+        agreed = self._lead.coordinator.due(number, step)
+        if not self._catches_up or (step + 1) % self._settings.inner_steps == 0:
             return STAY
-        if settings.inner_phase_seconds is not None and now - self._phase[1] >= settings.inner_phase_seconds:
+        if agreed >= phase:
+            return agreed
+        wanted = self._wanted_at(phase)
+        if wanted != STAY and number:
+            # Coupled with others on the circuit, which must leave out the same steps.
+            self._lead.coordinator.hurry(number, step, wanted)
+            return STAY
+        return wanted
+
+    def _wanted_at(self, phase: int) -> int:
+        """On the leader: the outer step that this replica is late for, or STAY."""
+        assert self._lead is not None
+        settings, roster = self._settings, self._lead.roster
+        seconds = time.monotonic() - self._phase[1]
+        if settings.inner_phase_seconds is not None and seconds >= settings.inner_phase_seconds:
             return phase
-        roster = self._lead.roster
         furthest = min(max(roster.furthest(), self._peers.exchange.latest_outer_step), self._last_outer_step)
         due = self._circuits.due
         if due is not None:  # a circuit has to be entered at its very step

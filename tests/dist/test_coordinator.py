@@ -202,3 +202,39 @@ def test_garbage_from_another_leader_changes_nothing(fleet):
     assert not replicas[0].orders and replicas[0].roster.able() == (0, 1)
     assert replicas[0].coordinator._thread.is_alive()
     assert threading.active_count() < 60
+
+
+def count_steps(replica, number, at, late_from, stopped):
+    """A training loop on a circuit, whose leader is late for outer step 0 from step `late_from` on."""
+    step = at
+    while step < 60 and replica not in stopped:
+        replica.coordinator.report(step=step)
+        if step >= late_from:
+            replica.coordinator.hurry(number, step, 0)
+        if replica.coordinator.due(number, step) == 0:
+            stopped[replica] = step
+        step += 1
+        time.sleep(0.2)
+
+
+@pytest.mark.parametrize("deaf", [False, True])
+def test_the_members_of_a_circuit_end_a_phase_at_the_same_step(fleet, deaf):
+    """And one that never hears the decision ends the circuit, so that nobody is left waiting on it."""
+    replicas = fleet(3)
+    stopped = {}
+    if deaf:
+        replicas[2].coordinator._hurry.told = lambda *_: None
+    threads = [
+        threading.Thread(target=count_steps, args=(replica, 3, ahead, 10 if ahead else 1000, stopped), daemon=True)
+        for replica, ahead in zip(replicas, (0, 1, 0), strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    if deaf:
+        assert replicas[2] not in stopped
+        until(lambda: all(3 in replica.broken for replica in replicas))
+    else:
+        assert len(stopped) == 3 and len(set(stopped.values())) == 1, list(stopped.values())
+        assert not any(replica.broken for replica in replicas)

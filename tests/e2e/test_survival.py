@@ -171,3 +171,26 @@ def test_a_replica_whose_weights_are_not_finite_is_healed_by_another(tiny, tmp_p
         assert own[-1]["routed"] == [0, 1, 2, 3] and own[-1]["present"] == [0, 1, 2, 3]
         assert np.isfinite(own[-1]["loss"]) and own[-1]["val_loss"] < 5.5
     assert all(torch.isfinite(w.tensor(name)).all() for w in weights(raw) for name in w.names)
+
+
+@pytest.mark.slow
+def test_a_slow_site_ends_its_phases_early_together(tiny, tmp_path):
+    """Two sites of different speed: on random routes the slow one's replicas leave out the very same steps."""
+    raw = tiny(
+        run__steps=60,
+        topology__sites=[[0, 1], [2, 3]],
+        noloco__inner_steps=10,
+        noloco__heartbeat_seconds=1.5,
+        noloco__exchange_deadline_seconds=12.0,
+        noloco__link_timeout_seconds=60.0,
+    )
+    with launched(raw, tmp_path, step_seconds=[1.2, 1.2, 0.1, 0.1]) as ranks:
+        ranks.wait(400)
+    rows = rows_of(raw)
+    slow = [[row["step"] for row in mine(rows, replica)] for replica in (0, 1)]
+    assert slow[0] == slow[1] and 12 <= len(slow[0]) < 60
+    assert all(row["routed"] == [0, 1] for row in mine(rows, 0)), "without losing their circuit"
+    outer = [row for replica in range(4) for row in mine(rows, replica) if row["outer_step"] is not None]
+    assert sum(map(exchanged, outer)) >= 0.8 * len(outer), [
+        (r["replica"], r["step"], r["missed_reason"]) for r in outer
+    ]
