@@ -233,7 +233,7 @@ class Run:
     nearly equal; its weights are then that consensus."""
     consensus_tolerance: Annotated[float, Field(gt=0)] = 1e-3
     """Largest ‖θ_i − θ_j‖ / ‖θ_i‖ of two replicas at which they count as equal."""
-    consensus_rounds: Positive = 32
+    consensus_rounds: Positive = 64
     """Rounds of averaging at most."""
     log_every: Positive = 10
     """Inner steps between two rows of metrics.jsonl."""

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from noloco_mega.comm.membership import Peers
     from noloco_mega.config import Config, Noloco
 
+LONGER = 0.1
+"""Of the deadline, added in each round: who waits for one that waits in vain, a round earlier, must outlast it."""
 PATIENCE = 2
 """A partner that has been missed so often is not waited for any more."""
 CHUNK_ELEMENTS = 1 << 22
@@ -78,8 +80,11 @@ def finish(
 def reach(weights: Weights, peers: Peers, settings: Noloco, *, tolerance: float, most_rounds: int) -> Consensus:
     """Average this rank's part of the weights with its twins, in place. Collective over the replica.
 
-    Bounded by `most_rounds` rounds, each as an outer step is, whoever is missing.
+    Bounded by `most_rounds` rounds, each by a deadline, whoever is missing. A replica whose weights are not finite
+    stays out, as nobody would take them.
     """
+    if not peers.agree(all(bool(tensor.isfinite().all()) for tensor in weights.tensors))[0]:
+        return Consensus(0, False, None, ())
     replicas = len(peers.members(AFTER_TRAINING, settings))
     quiet_rounds = 2 * math.ceil(math.log2(max(replicas, 2))) + 1
     misses: Counter[int] = Counter()
@@ -88,7 +93,8 @@ def reach(weights: Weights, peers: Peers, settings: Noloco, *, tolerance: float,
         number += 1
         outer_step = AFTER_TRAINING + number
         asked = [p for p in peers.partners(outer_step, settings) if p in peers.addresses and misses[p] < PATIENCE]
-        received = _swap(weights.tensors, apart, peers, settings, outer_step, asked)
+        deadline_seconds = settings.exchange_deadline_seconds * (1 + LONGER * number)
+        received = _swap([*weights.tensors, apart], peers, outer_step, asked, deadline_seconds, settings)
         misses.update(missed := set(asked) - received.keys())
         if received:
             spread = _spread(weights.tensors, list(received.values()), peers)
@@ -99,7 +105,7 @@ def reach(weights: Weights, peers: Peers, settings: Noloco, *, tolerance: float,
         if missed:
             # Who has waited in vain goes on with the round that others are at, and knows nothing of those between.
             (furthest,) = peers.agree(peers.exchange.latest_after_training)
-            if furthest > outer_step:
+            if furthest > outer_step + 1:
                 number = furthest - AFTER_TRAINING - 1
                 apart[0] = max(int(apart), number)
     weights.publish()
@@ -109,21 +115,21 @@ def reach(weights: Weights, peers: Peers, settings: Noloco, *, tolerance: float,
 
 def _swap(
     own: Sequence[torch.Tensor],
-    apart: torch.Tensor,
     peers: Peers,
-    settings: Noloco,
     outer_step: int,
     asked: Sequence[int],
+    deadline_seconds: float,
+    settings: Noloco,
 ) -> dict[int, list[torch.Tensor]]:
-    """What all ranks of this replica hold of the partners, whole and finite: their tensors and then their news."""
-    sent = [*(tensor.detach().cpu() for tensor in own), apart]
+    """What all ranks of this replica hold of the partners, whole and finite: tensors like `own`."""
+    sent = [tensor.detach().cpu() for tensor in own]
     buffers = {partner: [torch.empty_like(tensor) for tensor in sent] for partner in asked}
     pending = peers.exchange.launch(
         outer_step,
         sent,
         buffers,
         {partner: peers.addresses[partner] for partner in asked},
-        settings.exchange_deadline_seconds,
+        deadline_seconds,
         settings.transfer_cap_seconds,
     )
     outcomes = pending.wait()

@@ -35,8 +35,8 @@ def start_of(grid, place):
     return [(shared.normal(size=n) + 0.05 * own.normal(size=n)).astype(np.float32) for n in SIZES]
 
 
-def average(place, directory, grid, tolerance, most_rounds, killed):
-    """`killed`: the replica that dies, and in which round."""
+def average(place, directory, grid, tolerance, most_rounds, killed, spoilt=None):
+    """`killed`: the replica that dies, and in which round. `spoilt`: the replica that holds a NaN."""
     from noloco_mega.comm.exchange import AFTER_TRAINING
     from noloco_mega.outer import consensus
     from tests.dist.test_outer import make_peers
@@ -44,20 +44,22 @@ def average(place, directory, grid, tolerance, most_rounds, killed):
     world = replica_world(grid, place, directory)
     peers = make_peers(grid, place, directory, "consensus", world.replica)
     weights = Weights([torch.from_numpy(values) for values in start_of(grid, place)])
+    if place.replica == spoilt:
+        weights.tensors[0][3] = torch.nan
     launch = peers.exchange.launch
-    dead, last_round = killed
+    gone, last_round = killed if spoilt is None else (spoilt, 0)
 
     def dying(outer_step, *arguments):
         if outer_step - AFTER_TRAINING == last_round:
-            if place.replica == dead:
+            if (place.replica, last_round) == killed:
                 os.kill(os.getpid(), signal.SIGKILL)
             # In a run the heartbeats find out.
-            threading.Timer(1.0, peers.exchange.give_up, (dead, "no sign of life")).start()
+            threading.Timer(1.0, peers.exchange.give_up, (gone, "no sign of life")).start()
         return launch(outer_step, *arguments)
 
     peers.exchange.launch = dying
     done = consensus.reach(weights, peers, SETTINGS, tolerance=tolerance, most_rounds=most_rounds)
-    assert weights.published == 1
+    assert weights.published == (place.replica != spoilt)
     # A partner may still be in the round that ended here.
     torch.distributed.barrier(world.replica)
     peers.exchange.close()
@@ -119,3 +121,11 @@ def test_it_ends_unreached_after_the_rounds_allowed(tmp_path):
     grid = Grid(replicas=4)
     results = run_ranks(average, grid, tmp_path, grid, 1e-9, 4, (None, None), limit_seconds=120)
     assert all(done.rounds == 4 and not done.reached for _, done in results)
+
+
+def test_weights_that_are_not_finite_reach_nobody(tmp_path):
+    grid = Grid(replicas=4)
+    results = run_ranks(average, grid, tmp_path, grid, TOLERANCE, 64, (None, None), 1, limit_seconds=180)
+    ends = {place: tensors for place, (tensors, _) in zip(grid.places(), results, strict=True) if place.replica != 1}
+    assert furthest(ends, grid) < TOLERANCE and all(done.reached for _, done in results[:1] + results[2:])
+    assert not results[1][1].reached and not results[1][1].rounds
