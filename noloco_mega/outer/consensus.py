@@ -106,7 +106,7 @@ def reach(weights: Weights, peers: Peers, settings: Noloco, *, tolerance: float,
             # Who has waited in vain goes on with the round that others are at, and knows nothing of those between.
             (furthest,) = peers.agree(peers.exchange.latest_after_training)
             if furthest > outer_step + 1:
-                number = furthest - AFTER_TRAINING - 1
+                number = min(furthest - AFTER_TRAINING, most_rounds) - 1
                 apart[0] = max(int(apart), number)
     weights.publish()
     reached = number - int(apart) >= quiet_rounds and spread is not None
