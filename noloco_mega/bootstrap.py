@@ -460,7 +460,8 @@ class Connection:
 def run_id(config: Config) -> str:
     """A hash of everything that all replicas must agree on; where output goes and what is printed may differ."""
     settings: dict[str, Any] = config.to_json()
-    settings["run"] = {key: settings["run"][key] for key in ("name", "seed", "steps")}
+    agreed = ("name", "seed", "steps", "final_consensus", "consensus_tolerance", "consensus_rounds")
+    settings["run"] = {key: settings["run"][key] for key in agreed}
     settings.pop("data")  # paths may differ between sites; what they hold is compared when replicas meet
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:32]
 

@@ -336,6 +336,14 @@ def _path(name: str, path: str | None) -> Iterator[str]:
         yield f'"{name}" must be a path (given: {path!r})'
 
 
+def _consensus(run: Run, noloco: Noloco) -> Iterator[str]:
+    if run.final_consensus and noloco.optimizer == "local":
+        yield (
+            'run.final_consensus averages the replicas, which noloco.optimizer "local" keeps apart; set one of the two '
+            "otherwise (tools/merge_replicas.py averages finished weights)"
+        )
+
+
 def _resume(run: Run) -> Iterator[str]:
     request = run.resume
     known = request in ("no", "auto", "newest") or re.fullmatch(r"(step_)?\d+", str(request)) is not None
@@ -355,6 +363,7 @@ CHECKS: tuple[tuple[tuple[str, ...], Callable[..., Iterator[str]]], ...] = (
     (("noloco",), _deadlines),
     (("run",), _output),
     (("run",), _resume),
+    (("run", "noloco"), _consensus),
     (("data",), _paths),
     (("data",), _data),
 )

@@ -228,6 +228,13 @@ class Run:
     init_from: str | None = None
     """Folder of weights to start from, of any topology: tools/convert_from_hf.py's output, or another run's
     replica_RR/weights; absent: weights drawn from `seed`."""
+    final_consensus: bool = False
+    """End the run, once all its steps are taken, with rounds of averaging among random groups until the replicas are
+    nearly equal; its weights are then that consensus."""
+    consensus_tolerance: Annotated[float, Field(gt=0)] = 1e-3
+    """Largest ‖θ_i − θ_j‖ / ‖θ_i‖ of two replicas at which they count as equal."""
+    consensus_rounds: Positive = 64
+    """Rounds of averaging at most."""
     log_every: Positive = 10
     """Inner steps between two rows of metrics.jsonl."""
     eval_every: NonNegative = 0

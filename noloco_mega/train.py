@@ -37,6 +37,7 @@ from noloco_mega.journal import Journal
 from noloco_mega.launcher import Launch
 from noloco_mega.model import parameters
 from noloco_mega.model.stage import build_stage
+from noloco_mega.outer import consensus
 from noloco_mega.outer.hook import attach
 from noloco_mega.pipeline import Pipeline
 from noloco_mega.plan import views
@@ -117,12 +118,13 @@ def _train(config: Config, place: Place, run: Connection, stack: contextlib.Exit
         if step == last_step or keeper.due(step):
             keeper.save(step)
 
+    ended = consensus.finish(config, engine, peers, step, journal.tell)
     save_weights(
         journal.replica_folder / "weights",
         dict(engine.module.named_parameters()),
         parameters.parameter_slices(engine.module, run.world),
         run.world,
-        {"step": step, **keeper.facts},
+        {"step": step, **keeper.facts, **ended},
     )
     keeper.close()
     journal.close()

@@ -40,6 +40,8 @@ MAX_PARKED = 64
 """Partners that may wait at once for us to launch the outer step they are at."""
 MAX_OUTER_STEPS = 1 << 40
 """More than any run takes: whoever is at a later one does not tell the truth."""
+AFTER_TRAINING = 1 << 39
+"""Exchanges numbered from here on follow the last inner step: nobody has to hurry for them."""
 REFUSALS_SECONDS = 1.0
 """How long a partner's host may refuse our connections. All listeners exist before the first launch, so a refusal means
 that the partner's process is gone; the time is for a host whose accept queue overflows or whose network stumbles."""
@@ -173,7 +175,7 @@ class Exchange:
         self._speeds = Speeds()
         self._lock = threading.Lock()
         self._outer_step = -1
-        self._latest_outer_step = -1
+        self._latest_outer_step = self._latest_after_training = -1
         self._seats: dict[tuple[int, int], Seat] = {}  # by (outer step, partner): launched, its dialer not here yet
         self._parked: dict[tuple[int, int], _Caller] = {}  # by (outer step, partner): dialers of later outer steps
         self._channels: set[Channel] = set()
@@ -183,8 +185,14 @@ class Exchange:
 
     @property
     def latest_outer_step(self) -> int:
-        """The highest outer step that any twin of this rank has shown us, ours included; -1 before the first."""
+        """The highest outer step of the training that any twin of this rank has shown us, ours included; -1 before the
+        first."""
         return self._latest_outer_step
+
+    @property
+    def latest_after_training(self) -> int:
+        """The same for exchanges numbered from AFTER_TRAINING on."""
+        return self._latest_after_training
 
     def launch(
         self,
@@ -262,7 +270,7 @@ class Exchange:
             if outer_step <= self._outer_step:
                 raise ValueError(f"outer step {outer_step} was launched already; the latest is {self._outer_step}")
             self._outer_step = outer_step
-            self._latest_outer_step = max(self._latest_outer_step, outer_step)
+            self._note(outer_step)
             self._drop_gone()
             for partner in dialers:
                 seat = self._seats[outer_step, partner] = Seat()
@@ -317,7 +325,13 @@ class Exchange:
         """Learn from a hello or a refusal which outer step a twin is at."""
         step = _step_in(message)
         if self._other_run(message) is None and step is not None:
-            self._latest_outer_step = max(self._latest_outer_step, step)
+            self._note(step)
+
+    def _note(self, outer_step: int) -> None:
+        if outer_step < AFTER_TRAINING:
+            self._latest_outer_step = max(self._latest_outer_step, outer_step)
+        else:
+            self._latest_after_training = max(self._latest_after_training, outer_step)
 
     def _tell_passed_by(self, outer_step: int, partner: int) -> None:
         """A partner that dials for a later outer step will not come for the earlier ones."""

@@ -119,6 +119,7 @@ def test_configs_are_frozen():
         ({"data__valid_domains": {"code": ""}}, '"data.valid_domains.code" must be a path'),
         ({"data__valid_domains": {"": "x"}}, "names a domain ''; give it a name"),
         ({"run__init_from": ""}, '"run.init_from" must be a path'),
+        ({"run__final_consensus": True, "noloco__optimizer": "local"}, 'which noloco.optimizer "local" keeps apart'),
         ({"noloco__outer_lr": float("nan")}, '"noloco.outer_lr": input should be a finite number'),
         ({"noloco__gamma": float("inf")}, '"noloco.gamma": input should be a finite number'),
         ({"noloco__link_timeout_seconds": 1e99}, "less than or equal to 1000000"),
