@@ -188,6 +188,16 @@ def test_a_rule_sets_the_length_of_phases(tiny):
     assert torch.equal(parts.theta, adapted.theta) and parts.counters == adapted.counters
 
 
+@pytest.mark.slow
+def test_the_target_rule_says_much_the_same_whatever_phases_the_pilot_had(tiny):
+    rules = {"target": Target(target=0.1)}
+    recommended = []
+    for steps in (6, 12, 24):
+        pilot, _, _ = simulated(tiny(topology={"replicas": 4}, noloco__inner_steps=steps), steps=192, name=f"{steps}")
+        recommended.append(analyser.analyse(analyser.phases(pilot.config.output), rules).recommended["target"])
+    assert max(recommended) < 2 * min(recommended), recommended
+
+
 def whole_spread(simulation):
     """The exact spread before the first outer step."""
     rows = analyser.exact_deviations(simulation.config.output)
