@@ -89,7 +89,7 @@ def main() -> int:
     parser.add_argument("run", type=Path, help="folder of a run or a simulation")
     parser.add_argument("--reference", type=int, default=0, help="replica that others are compared with (default: 0)")
     parser.add_argument("--target", type=float, default=0.05, help="relative spread to keep (default: %(default)s)")
-    parser.add_argument("--power", type=float, default=1.0, help="p of the target rule (default: %(default)s)")
+    parser.add_argument("--power", type=float, default=2.0, help="p of the target rule (default: %(default)s)")
     parser.add_argument(
         "--threshold", type=float, default=0.01, help="growth per inner step that the published rule calls too fast"
     )

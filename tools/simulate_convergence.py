@@ -50,7 +50,7 @@ def main() -> int:
     add_config_arguments(parser)
     parser.add_argument("--rule", choices=sorted(RULES), default="fixed", help="default: %(default)s")
     parser.add_argument("--target", type=float, default=0.05, help="relative spread that the target rule keeps")
-    parser.add_argument("--power", type=float, default=1.0, help="p of the target rule (default: %(default)s)")
+    parser.add_argument("--power", type=float, default=2.0, help="p of the target rule (default: %(default)s)")
     parser.add_argument(
         "--threshold", type=float, default=0.01, help="growth per inner step that the published rule calls too fast"
     )

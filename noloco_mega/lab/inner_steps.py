@@ -3,10 +3,11 @@
 Letters: H inner steps per outer step; D the replicas' relative deviation (merging.deviation) right before an outer
 step, and A right after it.
 
-The published rule knows three values of H and looks at how fast the spread grows. It cannot say what H will do to the
-spread, and does not notice a spread that grows slowly from a high level. `Target` does both: within a phase the
-variance over replicas grows as H^p, an outer step shrinks it by a factor that does not depend on H, so that over many
-phases D² ∝ H^p, and H·(target/D)^(2/p) is the number of inner steps at which D would be `target`.
+The published rule knows three values of H and looks at how fast the spread grows, relative to itself. That growth is
+the slower the longer the phase and the larger the spread, so that the rule calls for longer phases where the spread is
+largest. `Target` asks what H would do to the spread: an outer step shrinks it by a factor that hardly depends on H,
+and within a phase replicas drift apart steadily, their variance growing as H^p. Over many phases D² ∝ H^p, and
+H·(target/D)^(2/p) is the number of inner steps at which D would be `target`. docs/laboratory.md has p as measured.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ class Target:
 
     target: float
     """D that is wanted."""
-    power: float = 1.0
-    """p: 1 for replicas that walk at random, 2 for ones that drift apart."""
+    power: float = 2.0
+    """p: 2 for replicas that drift apart steadily, 1 for ones that walk at random."""
     least: int = 5
     most: int = 500
 

@@ -34,11 +34,11 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-def simulated(raw, rule=None, **changes):
+def simulated(raw, rule=None, tell=lambda text: None, **changes):
     config = configs.parse(raw | {"run": {**raw["run"], "name": "simulated", **changes}})
     loader = open_loader(config, views.initial(config.topology.replicas))
     simulation = Simulation(config, loader)
-    result = simulate(simulation, lambda text: None, rule)
+    result = simulate(simulation, tell, rule)
     return simulation, result, read_rows(config.output / "metrics.jsonl")
 
 
@@ -58,7 +58,9 @@ def test_a_simulation_follows_the_distributed_run(tiny, tmp_path, optimizer, sta
         noloco__routing=routing, gradient_clipping=clip, scheduler=SCHEDULE,
         optimizer__params__weight_decay=0.1,
     )  # fmt: skip
-    raw["noloco"] |= optimizer
+    # Nobody is late, however busy the machine: a late replica would end its phase early.
+    patient = {"heartbeat_seconds": 60.0, "exchange_deadline_seconds": 120.0, "link_timeout_seconds": 400.0}
+    raw["noloco"] |= patient | optimizer
     rows = run(raw, tmp_path)
     simulation, result, simulated_rows = simulated(raw)
 
@@ -92,27 +94,40 @@ def test_a_simulation_follows_the_distributed_run(tiny, tmp_path, optimizer, sta
 
 @pytest.mark.parametrize("optimizer", ["noloco", "diloco", "allreduce"])
 def test_an_interrupted_simulation_goes_on_exactly(tiny, optimizer):
-    raw = tiny(topology={"replicas": 3}, noloco__inner_steps=3, noloco__optimizer=optimizer, run__log_every=4)
-    whole, result, rows = simulated(raw, steps=10)
-    folder = whole.config.output
-    kept = load_file(folder / "state.safetensors")
-    shutil.rmtree(folder)
+    raw = tiny(
+        topology={"replicas": 3}, noloco__inner_steps=3, noloco__optimizer=optimizer, run__log_every=2, run__steps=10,
+        run__eval_every=7, run__save_every=5,
+    )  # fmt: skip
+    whole, result, _ = simulated(raw)
+    expected = everything_written(whole.config.output)
+    shutil.rmtree(whole.config.output)
 
-    simulated(raw, steps=7)
-    halfway, resumed_result, resumed_rows = simulated(raw, steps=10, resume="auto")
-    assert halfway.step == 10 and resumed_result == result
-    again = load_file(folder / "state.safetensors")
-    assert again.keys() == kept.keys() and all(torch.equal(again[name], kept[name]) for name in kept)
-    timed = {"tokens_per_second"}
-    untimed = [{name: value for name, value in row.items() if name not in timed} for row in rows]
-    # The interrupted one evaluated, and so wrote a row, where it ended.
-    found = [{n: v for n, v in row.items() if n not in timed} for row in resumed_rows if row["step"] != 7]
-    assert [row for row in found if row["step"] < 8] == [row for row in untimed if row["step"] < 8]
-    assert [row["val_loss"] for row in found] == [row["val_loss"] for row in untimed]
+    def die(text):
+        raise RuntimeError(text)
+
+    with pytest.raises(RuntimeError, match="step 7"):  # two steps and an outer step after the state was saved
+        simulated(raw, tell=die)
+    resumed, resumed_result, _ = simulated(raw, resume="auto")
+    assert resumed.step == 10 and resumed_result == result
+    found = everything_written(whole.config.output)
+    for name, tensor in expected.pop("state").items():
+        assert torch.equal(tensor, found["state"][name]), name
+    assert {name: found[name] for name in expected} == expected
 
     raw["noloco"]["seed"] = 5
     with pytest.raises(ValueError, match=r"noloco\.seed"):
         simulated(raw, steps=12, resume="auto")
+
+
+def everything_written(folder):
+    """A simulation's state and its rows, without times."""
+    rows = read_rows(folder / "metrics.jsonl")
+    return {
+        "state": load_file(folder / "state.safetensors"),
+        "rows": [{name: value for name, value in row.items() if name != "tokens_per_second"} for row in rows],
+        "deviations": analyser.exact_deviations(folder),
+        "probes": [read_rows(path, "outer_step") for path in sorted(folder.glob("replica_*/probe.jsonl"))],
+    }
 
 
 def test_an_existing_folder_is_not_overwritten(tiny):
@@ -159,11 +174,11 @@ def test_allreduce_is_one_large_batch_run(tiny):
 
 
 def test_a_rule_sets_the_length_of_phases(tiny):
-    """The target rule halves the phases of a run whose spread is √2 times what it wants, and goes on where it was."""
+    """The target rule halves the phases of a run whose spread is twice what it wants, and goes on where it was."""
     raw = tiny(topology={"replicas": 4}, noloco__inner_steps=12)
     whole, _, _ = simulated(raw, steps=12, name="whole")
     spread = analyser.phases(whole.config.output)[0].relative_before
-    rule = Target(target=whole_spread(whole) / 2**0.5)
+    rule = Target(target=whole_spread(whole) / 2)
     adapted, result, _ = simulated(raw, rule=rule, steps=30, name="adapted")
     found = analyser.phases(adapted.config.output)
     assert spread == pytest.approx(whole_spread(whole), rel=0.3)
@@ -171,6 +186,16 @@ def test_a_rule_sets_the_length_of_phases(tiny):
     simulated(raw, rule=rule, steps=15, name="parts")
     parts, _, _ = simulated(raw, rule=rule, steps=30, name="parts", resume="auto")
     assert torch.equal(parts.theta, adapted.theta) and parts.counters == adapted.counters
+
+
+@pytest.mark.slow
+def test_the_target_rule_says_much_the_same_whatever_phases_the_pilot_had(tiny):
+    rules = {"target": Target(target=0.1)}
+    recommended = []
+    for steps in (6, 12, 24):
+        pilot, _, _ = simulated(tiny(topology={"replicas": 4}, noloco__inner_steps=steps), steps=192, name=f"{steps}")
+        recommended.append(analyser.analyse(analyser.phases(pilot.config.output), rules).recommended["target"])
+    assert max(recommended) < 2 * min(recommended), recommended
 
 
 def whole_spread(simulation):

@@ -94,8 +94,8 @@ def test_the_target_rule_finds_the_phase_that_gives_the_target():
     def spread(steps, walk=1e-5):
         return np.sqrt(walk * steps / (1 - 1 / 4))
 
-    rule = inner_steps.Target(target=spread(80))
+    rule = inner_steps.Target(target=spread(80), power=1)
     assert [rule.recommend(steps, spread(steps), 0.0) for steps in (10, 50, 200)] == [80, 80, 80]
-    assert inner_steps.Target(target=0.1, power=2).recommend(50, 0.2, 0.0) == 25
+    assert inner_steps.Target(target=0.1).recommend(50, 0.2, 0.0) == 25
     assert inner_steps.Target(target=0.1, least=7, most=60).recommend(50, 10.0, 0.0) == 7
     assert inner_steps.Target(target=0.1, least=7, most=60).recommend(50, 0.0, 0.0) == 60
