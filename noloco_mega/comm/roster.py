@@ -182,11 +182,11 @@ class Roster:
 
     def waits(self, replicas: Sequence[int], outer_step: int) -> float | None:
         """For how many seconds the first of these replicas has been in outer step `outer_step`: 0 if none has come yet,
-        None if all that live are past it."""
+        or none lives; None if all that live are past it."""
         dead, now = self.dead(), time.monotonic()
         with self._lock:
             living = [known for r in replicas if r not in dead and (known := self._known.get(r)) is not None]
-        if all(known.standing.launched > outer_step for known in living):
+        if living and all(known.standing.launched > outer_step for known in living):
             return None
         return max((now - known.launched for known in living if known.standing.launched == outer_step), default=0.0)
 

@@ -251,8 +251,11 @@ class Steering:
 
         def waited(outer_step: int) -> float | None:
             partners = self._peers.partners(outer_step, settings)
-            # Alone, there is nobody to be late for; but everybody else is further.
-            return roster.waits(partners, outer_step) if partners or furthest > outer_step else 0.0
+            if partners:
+                return roster.waits(partners, outer_step)
+            return (
+                None if furthest > outer_step else 0.0
+            )  # alone there is nobody to be late for, but for all the others
 
         return lag.outer_step_to_join(phase, furthest, waited, 0.5 * settings.exchange_deadline_seconds)
 

@@ -46,7 +46,7 @@ def tiny(text_data, tmp_path):
             },
             "data": text_data,
             "noloco": {
-                "inner_steps": 5, "heartbeat_seconds": 1.0, "exchange_deadline_seconds": 20.0,
+                "inner_steps": 5, "heartbeat_seconds": 3.0, "exchange_deadline_seconds": 20.0,
                 "link_timeout_seconds": 60.0, "rendezvous_timeout_seconds": 60.0,
             },
             "run": {"name": "test", "directory": str(tmp_path), "steps": 20, "log_every": 1, "eval_microbatches": 2,
