@@ -362,6 +362,8 @@ class Coordinator:
         self._members.pop(number, None)
         self._circuits.break_off(number)
         self._siblings.tell({"break": number})
+        if number in self._committed and self._roster.own.circuit != number:
+            self._orders.give({"cancel": number})  # entering it would cost a step more
         if self._proposal is not None and self._proposal.number == number:
             self._proposal = None
         if tell:

@@ -2,10 +2,12 @@
 
 import threading
 import time
+from datetime import timedelta
 
 import pytest
 
 from noloco_mega.comm.channel import Listener
+from noloco_mega.comm.circuits import LOCAL, Circuits
 from noloco_mega.comm.control import Leaders
 from noloco_mega.comm.coordinator import Coordinator, Plan
 from noloco_mega.comm.roster import Roster, Standing
@@ -202,3 +204,19 @@ def test_garbage_from_another_leader_changes_nothing(fleet):
     assert not replicas[0].orders and replicas[0].roster.able() == (0, 1)
     assert replicas[0].coordinator._thread.is_alive()
     assert threading.active_count() < 60
+
+
+def test_a_circuit_that_ends_before_it_begins_is_not_entered(fleet):
+    replicas = fleet(3)
+    for replica in replicas:
+        replica.coordinator.broken(3)
+        replica.enter(0, 5)
+    until(lambda: all(replica.circuits() for replica in replicas))
+    number, from_step = replicas[1].circuits()[0]
+    replicas[0].coordinator.broken(number)
+    until(lambda: all({"cancel": number} in replica.orders for replica in replicas))
+    circuits = Circuits(None, None, None, "", 0, timedelta(seconds=1))
+    circuits.schedule(number, from_step)
+    circuits.cancel(number)
+    circuits.enter(from_step)
+    assert circuits.due is None and circuits.number == LOCAL
