@@ -11,7 +11,7 @@ from tests.chaos.run import ENDLESS, SETTINGS, strike
 def test_a_plan_leaves_two_replicas_alone_at_any_time(seed, count):
     events = plan.draw(seed, count, 4, 2)
     assert events == plan.draw(seed, count, 4, 2) and len(events) == count
-    dead, busy = set(), set()
+    dead, busy, taken = set(), set(), set()
     for event in events:
         if event.kind == "restart":
             dead.remove(event.replica)
@@ -19,8 +19,9 @@ def test_a_plan_leaves_two_replicas_alone_at_any_time(seed, count):
             assert not event.hits() & (dead | busy), "only who is well is struck"
         if event.kind == "kill":
             dead.add(event.replica)
-        assert len(dead | busy | event.hits()) <= 2
-        busy = set(event.hits())
+        out = set() if event.kind == "part" else event.hits()
+        assert len(dead | taken | out) <= 2, "two replicas train on, whatever happens"
+        busy, taken = set(event.hits()), set(out)
     assert not dead and {event.kind for event in events} == set(plan.KINDS)
 
 
