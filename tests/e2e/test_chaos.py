@@ -7,7 +7,7 @@ from tests.chaos.network import missing
 from tests.chaos.run import ENDLESS, SETTINGS, strike
 
 
-@pytest.mark.parametrize("seed, count", [(0, 6), (1, 20), (2, 20), (3, 20)])
+@pytest.mark.parametrize("seed, count", [(24, 6), (1, 20), (2, 20), (3, 20)])
 def test_a_plan_leaves_two_replicas_alone_at_any_time(seed, count):
     events = plan.draw(seed, count, 4, 2)
     assert events == plan.draw(seed, count, 4, 2) and len(events) == count
@@ -27,4 +27,4 @@ def test_a_plan_leaves_two_replicas_alone_at_any_time(seed, count):
 
 @pytest.mark.skipif(missing() is not None, reason=str(missing()))
 def test_six_blows_end_nobody_else(tiny, tmp_path):
-    strike(tiny(run__steps=ENDLESS, **SETTINGS), plan.draw(0, 6, 4, 2), tmp_path / "struck")
+    strike(tiny(run__steps=ENDLESS, **SETTINGS), plan.draw(24, 6, 4, 2), tmp_path / "struck")
