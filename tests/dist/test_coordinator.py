@@ -24,7 +24,7 @@ class Replica:
         members = range(replicas) if members is None else members
         self.replica, self.listener = replica, listeners[replica]
         self.events, self.orders, self.broken = [], [], []
-        self.refuses = False
+        self.refuses, self.formings = False, 0
         self.leaders = Leaders(replica, self.listener, SECRET, "run")
         self.leaders.connect({r: listeners[r].address for r in members})
         self.roster = Roster(replica, self._standing(listeners, replica, incarnation, ready), BEAT_SECONDS)
@@ -61,6 +61,7 @@ class Replica:
         self.orders.append(order)
 
     def form(self, order):
+        self.formings += 1
         if not self.refuses:
             self.coordinator.formed(order["form"], 0, None)
 
@@ -204,6 +205,57 @@ def test_garbage_from_another_leader_changes_nothing(fleet):
     assert not replicas[0].orders and replicas[0].roster.able() == (0, 1)
     assert replicas[0].coordinator._thread.is_alive()
     assert threading.active_count() < 60
+
+
+def cut(replica, lost):
+    """Let no message of a leader's get to the replicas in the set `lost`, now or later, as on a network that is cut."""
+    tell = replica.leaders.tell
+    replica.leaders.tell = lambda other, *message: None if other in lost else tell(other, *message)
+    return lost
+
+
+def test_two_that_come_at_once_find_each_other_through_a_third():
+    """Neither was known to the rendezvous when the other one looked."""
+    listeners = [Listener(SECRET) for _ in range(3)]
+    replicas = [Replica(r, 3, listeners, members=members) for r, members in enumerate([(0,), (0, 1), (0, 2)])]
+    try:
+        until(lambda: all(replica.roster.able() == (0, 1, 2) for replica in replicas))
+        until(lambda: all(replica.present() == (0, 1, 2) for replica in replicas))
+    finally:
+        for replica in replicas:
+            replica.die()
+
+
+def test_who_lost_sight_of_the_others_does_not_speak_for_them_when_it_comes_back(fleet):
+    """Replica 2 hears replica 3 before it hears 0 and 1 again: 3 must not be taken out of the pairs and the circuit
+    that it shares with them."""
+    replicas = fleet(4)
+    two, three = replicas[2:]
+    lost = [cut(replicas[0], {2}), cut(replicas[1], {2}), cut(three, {2}), cut(two, {0, 1, 3})]
+    until(lambda: replicas[0].present() == three.present() == (0, 1, 3) and two.present() == (2,))
+    until(lambda: three.circuits())
+    lost[2].clear()
+    lost[3].remove(3)
+    until(lambda: two.roster.able() == (2, 3) and three.roster.able() == (0, 1, 2, 3))
+    time.sleep(5 * BEAT_SECONDS)
+    assert three.present() != (2, 3)
+    assert not any(number % 4 == 2 for number, _ in three.circuits()), "replica 2 proposed it"
+    for each in lost:
+        each.clear()
+    until(lambda: all(replica.present() == (0, 1, 2, 3) for replica in replicas))
+
+
+def test_a_pair_without_a_way_to_each_other_does_not_keep_the_rest_from_their_circuit(fleet):
+    replicas = fleet(3)
+    cut(replicas[1], {2})
+    cut(replicas[2], {1})
+    until(lambda: 2 in replicas[1].roster.dead() and 1 in replicas[2].roster.dead())
+    for replica in replicas:
+        replica.enter(0, 5)
+    until(lambda: replicas[0].circuits())
+    began = replicas[0].formings
+    time.sleep(20 * BEAT_SECONDS)
+    assert replicas[0].formings - began <= 20, "what fails is not tried over and over"
 
 
 def test_a_circuit_that_ends_before_it_begins_is_not_entered(fleet):
