@@ -351,6 +351,7 @@ class Connection:
                 orders,
                 self._form,
                 peers.exchange.give_up,
+                peers.exchange.expect,
                 self._warn,
             )
             self._coordinator = coordinator
@@ -375,6 +376,8 @@ class Connection:
             self._circuits.break_off(message["break"])
         elif "dead" in message:
             self._exchange.give_up(message["dead"], message["reason"])
+        elif "back" in message:
+            self._exchange.expect(message["back"])
         elif self._coordinator is not None:
             self._coordinator.heard(rank, message)
 

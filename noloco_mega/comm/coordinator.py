@@ -109,12 +109,14 @@ class Coordinator:
         orders: Orders,
         form: Callable[[Message], None],
         give_up: Callable[[int, str], None],
+        expect: Callable[[int], None],
         warn: Callable[[str], None],
     ) -> None:
-        """`form` forms a proposed circuit on this rank, `give_up` waits no longer for a dead replica (the siblings are
-        told of both by message)."""
+        """`form` forms a proposed circuit on this rank, `give_up` waits no longer for a dead replica, `expect` does
+        again (the siblings are told of all three by message)."""
         self._plan, self._leaders, self._roster, self._siblings = plan, leaders, roster, siblings
-        self._circuits, self._orders, self._form, self._give_up, self._warn = circuits, orders, form, give_up, warn
+        self._circuits, self._orders, self._form, self._warn = circuits, orders, form, warn
+        self._give_up, self._expect = give_up, expect
         self._events: queue.SimpleQueue[tuple[Callable[..., None], tuple[Any, ...]]] = queue.SimpleQueue()
         self._present: tuple[int, ...] = ()
         self._members: dict[int, tuple[int, ...]] = {}
@@ -239,7 +241,6 @@ class Coordinator:
             raise ValueError(f"replica {sender} names {len(standing.ranks)} ranks")
         if self._roster.hear(sender, standing):
             self._leaders.learn(sender, standing.ranks[0])
-            self._mourned.discard(sender)
             self._beat()  # a newcomer knows nobody until somebody speaks to it
         for replica, began, host, port in message["others"]:
             if 0 <= replica < self._plan.replicas and self._roster.is_news(replica, began):
@@ -266,7 +267,10 @@ class Coordinator:
     def _mourn(self) -> None:
         dead = self._roster.dead()
         for replica in self._mourned - dead.keys():
+            # Others may never have missed it, so that nobody announces its return.
             self._mourned.discard(replica)
+            self._siblings.tell({"back": replica})
+            self._expect(replica)
         for replica in dead.keys() - self._mourned:
             self._mourned.add(replica)
             standing = self._roster.standing(replica)

@@ -24,7 +24,7 @@ class Replica:
         members = range(replicas) if members is None else members
         self.replica, self.listener = replica, listeners[replica]
         self.events, self.orders, self.broken = [], [], []
-        self.refuses, self.formings = False, 0
+        self.refuses, self.formings, self.given_up = False, 0, set()
         self.leaders = Leaders(replica, self.listener, SECRET, "run")
         self.leaders.connect({r: listeners[r].address for r in members})
         self.roster = Roster(replica, self._standing(listeners, replica, incarnation, ready), BEAT_SECONDS)
@@ -36,7 +36,8 @@ class Replica:
             inner_steps=INNER_STEPS, steps=10_000, heartbeat_seconds=BEAT_SECONDS, form_seconds=5.0, host="127.0.0.1",
         )  # fmt: skip
         self.coordinator = Coordinator(
-            plan, self.leaders, self.roster, self, self, self, self.form, lambda *_: None, self.events.append
+            plan, self.leaders, self.roster, self, self, self, self.form,
+            lambda replica, _: self.given_up.add(replica), self.given_up.discard, self.events.append,
         )  # fmt: skip
         present = ((replica,), -1) if not ready else (tuple(members), 0)
         self.coordinator.start(*present, replicas if ready else 0, tuple(members))
@@ -256,6 +257,15 @@ def test_a_pair_without_a_way_to_each_other_does_not_keep_the_rest_from_their_ci
     began = replicas[0].formings
     time.sleep(20 * BEAT_SECONDS)
     assert replicas[0].formings - began <= 20, "what fails is not tried over and over"
+
+
+def test_who_was_silent_for_a_while_is_waited_for_again_though_nobody_announces_it(fleet):
+    replicas = fleet(3)
+    lost = cut(replicas[0], {2})
+    until(lambda: replicas[2].given_up == {0})
+    lost.clear()
+    until(lambda: not replicas[2].given_up)
+    assert replicas[0].present() is None, "to the lowest nobody was ever absent"
 
 
 def test_a_circuit_that_ends_before_it_begins_is_not_entered(fleet):
