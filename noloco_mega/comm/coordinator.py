@@ -372,6 +372,10 @@ class Coordinator:
             self._proposal = None
         if tell:
             self._leaders.broadcast("circuit", {"dissolved": number})
+        if number == self._roster.own.circuit:
+            # A member may be dying, which is known only later: the circuit that was to follow would cost a second step.
+            for following in sorted(n for n in self._committed if n > number):
+                self._dissolve(following, True)
 
     def _propose(self, now: float) -> None:
         plan, proposal = self._plan, self._proposal

@@ -282,3 +282,13 @@ def test_a_circuit_that_ends_before_it_begins_is_not_entered(fleet):
     circuits.cancel(number)
     circuits.enter(from_step)
     assert circuits.due is None and circuits.number == LOCAL
+
+
+def test_a_circuit_that_breaks_takes_along_the_one_that_was_to_follow(fleet):
+    """Whose death broke it is known only later."""
+    replicas = fleet(3)
+    replicas[2].enter(0, 5)  # as after a step that it had to redo
+    until(lambda: all(replica.circuits() for replica in replicas))
+    number, _ = replicas[0].circuits()[0]
+    replicas[1].coordinator.broken(3)
+    until(lambda: all({"cancel": number} in replica.orders for replica in replicas))
