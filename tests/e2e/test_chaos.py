@@ -25,6 +25,7 @@ def test_a_plan_leaves_two_replicas_alone_at_any_time(seed, count):
     assert not dead and {event.kind for event in events} == set(plan.KINDS)
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.skipif(missing() is not None, reason=str(missing()))
 def test_six_blows_end_nobody_else(tiny, tmp_path):
     strike(tiny(run__steps=ENDLESS, **SETTINGS), plan.draw(24, 6, 4, 2), tmp_path / "struck")
