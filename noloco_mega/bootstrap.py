@@ -138,9 +138,22 @@ class Connection:
             self._ended.set()
 
     def under_way(self) -> bool:
-        """Whether other replicas of this run are training already."""
+        """Whether other replicas of this run are training already.
+
+        Where this replica has been here before and is not to resume, they must be: a rendezvous that was started anew
+        is given time to hear of them.
+        """
         others = [(replica, 0) for replica in range(self._grid.replicas) if replica != self._place.replica]
-        return bool(others and self._client.look("running", others))
+        folder = self._config.replica_folder(self._place.replica)
+        patient = self._config.run.resume == "no" and folder.exists() and any(folder.iterdir())
+        deadline = time.monotonic() + patient * (RENEW_BEATS + 1) * self._config.noloco.heartbeat_seconds
+        while others:
+            if self._client.look("running", others):
+                return True
+            if time.monotonic() >= deadline:
+                break
+            time.sleep(LOOK_SECONDS)
+        return False
 
     def join(self) -> None:
         """Wait for the replicas that begin the run, and connect to the own replica and to the site's links.
@@ -238,6 +251,8 @@ class Connection:
                 now = time.monotonic()
                 enough_since = (enough_since or now) if len(here) >= needed else None
                 if len(here) == topology.replicas and needed == topology.replicas:
+                    if self._client.look("running", others):
+                        continue  # they have told a rendezvous that was started anew of both, since we looked
                     return here, False
                 settled = len(here) == topology.replicas or now - (enough_since or now) > SETTLE_SECONDS
                 if enough_since is not None and settled and own == here[0]:
@@ -336,6 +351,7 @@ class Connection:
                 orders,
                 self._form,
                 peers.exchange.give_up,
+                peers.exchange.expect,
                 self._warn,
             )
             self._coordinator = coordinator
@@ -360,6 +376,8 @@ class Connection:
             self._circuits.break_off(message["break"])
         elif "dead" in message:
             self._exchange.give_up(message["dead"], message["reason"])
+        elif "back" in message:
+            self._exchange.expect(message["back"])
         elif self._coordinator is not None:
             self._coordinator.heard(rank, message)
 

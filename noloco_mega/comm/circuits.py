@@ -79,6 +79,10 @@ class Circuits:
         """Enter this circuit at the start of inner step `step`."""
         self._due.append((step, number))
 
+    def cancel(self, number: int) -> None:
+        """Do not enter this circuit, which has ended before it began."""
+        self._due = [due for due in self._due if due[1] != number]
+
     @property
     def due(self) -> int | None:
         """The next step at which another circuit is to be entered, if any."""

@@ -110,12 +110,14 @@ class Coordinator:
         orders: Orders,
         form: Callable[[Message], None],
         give_up: Callable[[int, str], None],
+        expect: Callable[[int], None],
         warn: Callable[[str], None],
     ) -> None:
-        """`form` forms a proposed circuit on this rank, `give_up` waits no longer for a dead replica (the siblings are
-        told of both by message)."""
+        """`form` forms a proposed circuit on this rank, `give_up` waits no longer for a dead replica, `expect` does
+        again (the siblings are told of all three by message)."""
         self._plan, self._leaders, self._roster, self._siblings = plan, leaders, roster, siblings
-        self._circuits, self._orders, self._form, self._give_up, self._warn = circuits, orders, form, give_up, warn
+        self._circuits, self._orders, self._form, self._warn = circuits, orders, form, warn
+        self._give_up, self._expect = give_up, expect
         self._events: queue.SimpleQueue[tuple[Callable[..., None], tuple[Any, ...]]] = queue.SimpleQueue()
         self._present: tuple[int, ...] = ()
         self._members: dict[int, tuple[int, ...]] = {}
@@ -252,7 +254,6 @@ class Coordinator:
             raise ValueError(f"replica {sender} names {len(standing.ranks)} ranks")
         if self._roster.hear(sender, standing):
             self._leaders.learn(sender, standing.ranks[0])
-            self._mourned.discard(sender)
             self._beat()  # a newcomer knows nobody until somebody speaks to it
         for replica, began, host, port in message["others"]:
             if 0 <= replica < self._plan.replicas and self._roster.is_news(replica, began):
@@ -279,7 +280,10 @@ class Coordinator:
     def _mourn(self) -> None:
         dead = self._roster.dead()
         for replica in self._mourned - dead.keys():
+            # Others may never have missed it, so that nobody announces its return.
             self._mourned.discard(replica)
+            self._siblings.tell({"back": replica})
+            self._expect(replica)
         for replica in dead.keys() - self._mourned:
             self._mourned.add(replica)
             standing = self._roster.standing(replica)
@@ -375,10 +379,16 @@ class Coordinator:
         self._members.pop(number, None)
         self._circuits.break_off(number)
         self._siblings.tell({"break": number})
+        if number in self._committed and self._roster.own.circuit != number:
+            self._orders.give({"cancel": number})  # entering it would cost a step more
         if self._proposal is not None and self._proposal.number == number:
             self._proposal = None
         if tell:
             self._leaders.broadcast("circuit", {"dissolved": number})
+        if number == self._roster.own.circuit:
+            # A member may be dying, which is known only later: the circuit that was to follow would cost a second step.
+            for following in sorted(n for n in self._committed if n > number):
+                self._dissolve(following, True)
 
     def _propose(self, now: float) -> None:
         plan, proposal = self._plan, self._proposal

@@ -92,6 +92,7 @@ class Steering:
         self.on_order: dict[str, Callable[[Message], None]] = {
             "present": self._follow,
             "circuit": self._schedule,
+            "cancel": self._cancel,
             "donate": self._donate,
             "check": self._suspect,
         }
@@ -274,3 +275,6 @@ class Steering:
 
     def _schedule(self, order: Message) -> None:
         self._circuits.schedule(order["circuit"], order["from_step"])
+
+    def _cancel(self, order: Message) -> None:
+        self._circuits.cancel(order["cancel"])

@@ -39,8 +39,12 @@ class Event:
     seconds: float = 0.0
 
     def hits(self) -> frozenset[int]:
-        """The replicas that it takes out for a while."""
+        """The replicas that it strikes."""
         return frozenset({self.replica, self.other} - {-1})
+
+    def takes_out(self) -> frozenset[int]:
+        """Of those the ones that others have to do without for a while: the two of a `part` still reach all others."""
+        return frozenset() if self.kind == "part" else self.hits()
 
 
 def draw(seed: int, count: int, replicas: int, ranks: int) -> list[Event]:
@@ -58,14 +62,15 @@ def _draw_once(source: random.Random, count: int, replicas: int, ranks: int) -> 
     events: list[Event] = []
     for _ in range(count):
         dead = _dead_after(events)
-        out = dead | (events[-1].hits() if events else frozenset())
-        fit = sorted(set(range(replicas)) - out)
-        possible = ["rendezvous"] if not events or events[-1].kind != "rendezvous" else []
+        before = events[-1] if events else Event("", 0, 0.0)
+        alive = replicas - len(dead | before.takes_out())
+        fit = sorted(set(range(replicas)) - dead - before.hits())
+        possible = ["rendezvous"] if before.kind != "rendezvous" else []
         if dead:
             possible.append("restart")
-        if len(fit) > LEAST_ALIVE:
+        if fit and alive > LEAST_ALIVE:
             possible += ["kill", "suspend", "cut"]
-        if len(fit) > LEAST_ALIVE + 1 and (not events or events[-1].kind != "part"):
+        if len(fit) > 1 and alive > LEAST_ALIVE and before.kind != "part":
             possible.append("part")
         if not possible:
             return

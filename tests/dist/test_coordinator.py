@@ -2,10 +2,12 @@
 
 import threading
 import time
+from datetime import timedelta
 
 import pytest
 
 from noloco_mega.comm.channel import Listener
+from noloco_mega.comm.circuits import LOCAL, Circuits
 from noloco_mega.comm.control import Leaders
 from noloco_mega.comm.coordinator import Coordinator, Plan
 from noloco_mega.comm.roster import Roster, Standing
@@ -22,7 +24,7 @@ class Replica:
         members = range(replicas) if members is None else members
         self.replica, self.listener = replica, listeners[replica]
         self.events, self.orders, self.broken = [], [], []
-        self.refuses = False
+        self.refuses, self.formings, self.given_up = False, 0, set()
         self.leaders = Leaders(replica, self.listener, SECRET, "run")
         self.leaders.connect({r: listeners[r].address for r in members})
         self.roster = Roster(replica, self._standing(listeners, replica, incarnation, ready), BEAT_SECONDS)
@@ -34,7 +36,8 @@ class Replica:
             inner_steps=INNER_STEPS, steps=10_000, heartbeat_seconds=BEAT_SECONDS, form_seconds=5.0, host="127.0.0.1",
         )  # fmt: skip
         self.coordinator = Coordinator(
-            plan, self.leaders, self.roster, self, self, self, self.form, lambda *_: None, self.events.append
+            plan, self.leaders, self.roster, self, self, self, self.form,
+            lambda replica, _: self.given_up.add(replica), self.given_up.discard, self.events.append,
         )  # fmt: skip
         present = ((replica,), -1) if not ready else (tuple(members), 0)
         self.coordinator.start(*present, replicas if ready else 0, tuple(members))
@@ -59,6 +62,7 @@ class Replica:
         self.orders.append(order)
 
     def form(self, order):
+        self.formings += 1
         if not self.refuses:
             self.coordinator.formed(order["form"], 0, None)
 
@@ -204,6 +208,7 @@ def test_garbage_from_another_leader_changes_nothing(fleet):
     assert threading.active_count() < 60
 
 
+<<<<<<< HEAD
 def count_steps(replica, number, at, late_from, stopped):
     """A training loop on a circuit, whose leader is late for outer step 0 from step `late_from` on."""
     step = at
@@ -238,3 +243,89 @@ def test_the_members_of_a_circuit_end_a_phase_at_the_same_step(fleet, deaf):
     else:
         assert len(stopped) == 3 and len(set(stopped.values())) == 1, list(stopped.values())
         assert not any(replica.broken for replica in replicas)
+=======
+def cut(replica, lost):
+    """Let no message of a leader's get to the replicas in the set `lost`, now or later, as on a network that is cut."""
+    tell = replica.leaders.tell
+    replica.leaders.tell = lambda other, *message: None if other in lost else tell(other, *message)
+    return lost
+
+
+def test_two_that_come_at_once_find_each_other_through_a_third():
+    """Neither was known to the rendezvous when the other one looked."""
+    listeners = [Listener(SECRET) for _ in range(3)]
+    replicas = [Replica(r, 3, listeners, members=members) for r, members in enumerate([(0,), (0, 1), (0, 2)])]
+    try:
+        until(lambda: all(replica.roster.able() == (0, 1, 2) for replica in replicas))
+        until(lambda: all(replica.present() == (0, 1, 2) for replica in replicas))
+    finally:
+        for replica in replicas:
+            replica.die()
+
+
+def test_who_lost_sight_of_the_others_does_not_speak_for_them_when_it_comes_back(fleet):
+    """Replica 2 hears replica 3 before it hears 0 and 1 again: 3 must not be taken out of the pairs and the circuit
+    that it shares with them."""
+    replicas = fleet(4)
+    two, three = replicas[2:]
+    lost = [cut(replicas[0], {2}), cut(replicas[1], {2}), cut(three, {2}), cut(two, {0, 1, 3})]
+    until(lambda: replicas[0].present() == three.present() == (0, 1, 3) and two.present() == (2,))
+    until(lambda: three.circuits())
+    lost[2].clear()
+    lost[3].remove(3)
+    until(lambda: two.roster.able() == (2, 3) and three.roster.able() == (0, 1, 2, 3))
+    time.sleep(5 * BEAT_SECONDS)
+    assert three.present() != (2, 3)
+    assert not any(number % 4 == 2 for number, _ in three.circuits()), "replica 2 proposed it"
+    for each in lost:
+        each.clear()
+    until(lambda: all(replica.present() == (0, 1, 2, 3) for replica in replicas))
+
+
+def test_a_pair_without_a_way_to_each_other_does_not_keep_the_rest_from_their_circuit(fleet):
+    replicas = fleet(3)
+    cut(replicas[1], {2})
+    cut(replicas[2], {1})
+    until(lambda: 2 in replicas[1].roster.dead() and 1 in replicas[2].roster.dead())
+    for replica in replicas:
+        replica.enter(0, 5)
+    until(lambda: replicas[0].circuits())
+    began = replicas[0].formings
+    time.sleep(20 * BEAT_SECONDS)
+    assert replicas[0].formings - began <= 20, "what fails is not tried over and over"
+
+
+def test_who_was_silent_for_a_while_is_waited_for_again_though_nobody_announces_it(fleet):
+    replicas = fleet(3)
+    lost = cut(replicas[0], {2})
+    until(lambda: replicas[2].given_up == {0})
+    lost.clear()
+    until(lambda: not replicas[2].given_up)
+    assert replicas[0].present() is None, "to the lowest nobody was ever absent"
+
+
+def test_a_circuit_that_ends_before_it_begins_is_not_entered(fleet):
+    replicas = fleet(3)
+    for replica in replicas:
+        replica.coordinator.broken(3)
+        replica.enter(0, 5)
+    until(lambda: all(replica.circuits() for replica in replicas))
+    number, from_step = replicas[1].circuits()[0]
+    replicas[0].coordinator.broken(number)
+    until(lambda: all({"cancel": number} in replica.orders for replica in replicas))
+    circuits = Circuits(None, None, None, "", 0, timedelta(seconds=1))
+    circuits.schedule(number, from_step)
+    circuits.cancel(number)
+    circuits.enter(from_step)
+    assert circuits.due is None and circuits.number == LOCAL
+
+
+def test_a_circuit_that_breaks_takes_along_the_one_that_was_to_follow(fleet):
+    """Whose death broke it is known only later."""
+    replicas = fleet(3)
+    replicas[2].enter(0, 5)  # as after a step that it had to redo
+    until(lambda: all(replica.circuits() for replica in replicas))
+    number, _ = replicas[0].circuits()[0]
+    replicas[1].coordinator.broken(3)
+    until(lambda: all({"cancel": number} in replica.orders for replica in replicas))
+>>>>>>> ed430e84c2d7f7b892a6a918e2828a9e32c16bab
