@@ -208,7 +208,6 @@ def test_garbage_from_another_leader_changes_nothing(fleet):
     assert threading.active_count() < 60
 
 
-<<<<<<< HEAD
 def count_steps(replica, number, at, late_from, stopped):
     """A training loop on a circuit, whose leader is late for outer step 0 from step `late_from` on."""
     step = at
@@ -243,7 +242,8 @@ def test_the_members_of_a_circuit_end_a_phase_at_the_same_step(fleet, deaf):
     else:
         assert len(stopped) == 3 and len(set(stopped.values())) == 1, list(stopped.values())
         assert not any(replica.broken for replica in replicas)
-=======
+
+
 def cut(replica, lost):
     """Let no message of a leader's get to the replicas in the set `lost`, now or later, as on a network that is cut."""
     tell = replica.leaders.tell
@@ -328,4 +328,3 @@ def test_a_circuit_that_breaks_takes_along_the_one_that_was_to_follow(fleet):
     number, _ = replicas[0].circuits()[0]
     replicas[1].coordinator.broken(3)
     until(lambda: all({"cancel": number} in replica.orders for replica in replicas))
->>>>>>> ed430e84c2d7f7b892a6a918e2828a9e32c16bab
