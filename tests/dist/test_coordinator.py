@@ -147,9 +147,9 @@ def test_a_commit_that_is_lost_ends_the_circuit_for_all(fleet):
     for replica in replicas:
         replica.coordinator.broken(2)
         replica.enter(0, 5)
-    lost = replicas[1].coordinator._commit
-    replicas[1].coordinator._commit = lambda *_: None
-    until(lambda: replicas[0].circuits())
+    lost, dropped = replicas[1].coordinator._commit, []
+    replicas[1].coordinator._commit = lambda *commit: dropped.append(commit)
+    until(lambda: replicas[0].circuits() and dropped)
     number, from_step = replicas[0].circuits()[0]
     replicas[1].coordinator._commit = lost
     replicas[0].enter(number, from_step)
