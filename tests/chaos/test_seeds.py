@@ -16,4 +16,5 @@ def test_twenty_blows_leave_the_run_as_good_as_it_was(seed, tiny, tmp_path):
     calm = undisturbed(tiny(run__steps=steps, run__name="calm", **SETTINGS), tmp_path / "calm")
     report(calm)
     assert struck.spread(3) <= 2 * calm.spread(3)
-    assert struck.validation_loss() == pytest.approx(calm.validation_loss(), rel=0.03)
+    # On the same tokens the struck run has taken more, smaller steps, since the dead read none: it may well be better.
+    assert struck.validation_loss() <= 1.03 * calm.validation_loss()
