@@ -4,7 +4,7 @@
 
 Each run trains the demo's model (its data must be there: `make demo` or `make demo-short` makes it) with one rank per
 replica, of which one is suspended for most of the time, so that it takes SLOWDOWN times longer for its steps. Printed
-for each: wall seconds from the first row to the last, tokens that all replicas trained on per second, and the ratio. All
+for each: seconds from the first row to the end, tokens that all replicas trained on per second, and the ratio. All
 processes share this machine's cores, so that only the ratio means something.
 """
 
