@@ -8,6 +8,7 @@ from typing import Any
 
 from noloco_mega.checkpoint.folders import Checkpoints, Seen, step_name, step_of
 from noloco_mega.checkpoint.format import CheckpointError
+from noloco_mega.checkpoint.resume import present
 
 
 def find(path: Path) -> tuple[Checkpoints, int]:
@@ -44,7 +45,7 @@ def described(path: Path, verify: bool) -> Iterator[str]:
         problems += _damage(found)
     first = next(iter(found.replicas.values())).manifest
     topology, model = first["config"]["topology"], first["config"]["model"]
-    members = first["view_log"][-1][1]
+    members = present(found)
     missing = [replica for replica in members if replica not in found.replicas]
     tokens = sum(saved.manifest["tokens"] for saved in found.replicas.values())
     size = sum(saved.bytes for saved in found.replicas.values())
@@ -55,6 +56,7 @@ def described(path: Path, verify: bool) -> Iterator[str]:
         f"{topology['data']} data ranks"
     )
     yield f"views        {'; '.join(f'from step {start}: replicas {_listed(who)}' for start, who in first['view_log'])}"
+    yield f"present      {_listed(list(members))}"
     yield f"model        {model['num_layers']} layers of width {model['hidden_size']}, vocabulary {model['vocab_size']}"
     yield f"tokens seen  {tokens:,} by the replicas found here"
     yield f"size         {size / 1e6:,.1f} MB in {sum(len(saved.parts) for saved in found.replicas.values())} files"

@@ -8,7 +8,8 @@
 
 Nothing on disk is touched before that, and nobody trains from a step before all replicas have verified it.
 
-Replica i of N takes over replica i of the N' that have saved. With more replicas than that (N > N') the new ones copy
+Replica i of N takes over replica i of the N' that have saved, or where that one was absent (dead, say) when the others
+saved, the nearest in number. With more replicas than that (N > N') the new ones copy
 replica i mod N'. With fewer, run.shrink says whether the rest is dropped, or merged: replica i then takes the mean over
 j ≡ i (mod N) of masters, moments, φ and δ.
 """
@@ -24,6 +25,7 @@ from noloco_mega.checkpoint.format import CheckpointError
 from noloco_mega.checkpoint.reader import SavedReplica
 from noloco_mega.config import Config, with_defaults
 from noloco_mega.grid import Place
+from noloco_mega.plan import views
 from noloco_mega.plan.views import View
 
 OFFERED_STEPS = 100
@@ -162,7 +164,7 @@ def _offer(config: Config, replica: int, seen: Mapping[int, Seen]) -> dict[str, 
         if found.replicas:
             before = _saved_replicas(found)
             wanted = taken_over(replica, config.topology.replicas, before, config.run.shrink)
-            if all(other in found.replicas for other in wanted):
+            if all(_holder(other, found) in found.replicas for other in wanted):
                 usable.append(step)
         if found.problems:
             problems[str(step)] = found.problems[0][:PROBLEM_CHARACTERS]
@@ -221,9 +223,21 @@ def _sources(
     if complaint is not None:
         return [], {"bad": complaint[:PROBLEM_CHARACTERS], "final": True}
     wanted = taken_over(place.replica, now, before, config.run.shrink)
-    if config.run.resume == "newest":
-        wanted = [_nearest(other, found) for other in wanted]
+    any_will_do = config.run.resume == "newest"
+    wanted = [_nearest(other, found) if any_will_do else _holder(other, found) for other in wanted]
     return [found.replicas[other] for other in wanted], None
+
+
+def _holder(replica: int, found: Seen) -> int:
+    """Whose state stands for that of `replica` at a step: its own, or where it was absent that of the nearest."""
+    return replica if replica in present(found) else _nearest(replica, found)
+
+
+def present(found: Seen) -> tuple[int, ...]:
+    """The replicas that took part in a step that was saved, as those knew it that saved it."""
+    manifest = next(iter(found.replicas.values())).manifest
+    log = manifest.get("present", manifest["view_log"])
+    return tuple(views.at([View(start, tuple(who)) for start, who in log], manifest["step"]).members)
 
 
 def _nearest(replica: int, found: Seen) -> int:

@@ -102,6 +102,16 @@ def test_newest_lets_a_replica_take_over_another_ones(root):
     assert taken(choose(root, config(resume="newest"))) == [(30, [0]), (30, [0])]
 
 
+def test_a_replica_that_was_absent_takes_over_its_neighbours(root):
+    """Step 30 is whole without replica 1, which had died before; not so where it was there and its save is lost."""
+    shutil.rmtree(root / "step_00000030")
+    save(root, config(), 30, 0, present=[[0, [0, 1]], [25, [0]]])
+    assert taken(choose(root, config())) == [(30, [0]), (30, [0])]
+    shutil.rmtree(root / "step_00000030")
+    save(root, config(), 30, 0, present=[[0, [0, 1]]])
+    assert taken(choose(root, config())) == [(20, [0]), (20, [1])]
+
+
 @pytest.mark.parametrize("request_", [10, "10", "step_00000010"])
 def test_a_step_by_name(root, request_):
     (start, _) = choose(root, config(resume=request_), begin=True)
