@@ -146,10 +146,13 @@ class Connection:
         others = [(replica, 0) for replica in range(self._grid.replicas) if replica != self._place.replica]
         folder = self._config.replica_folder(self._place.replica)
         patient = self._config.run.resume == "no" and folder.exists() and any(folder.iterdir())
-        deadline = time.monotonic() + patient * (RENEW_BEATS + 1) * self._config.noloco.heartbeat_seconds
+        patience_seconds = patient * (RENEW_BEATS + 2) * self._config.noloco.heartbeat_seconds
+        deadline: float | None = None
         while others:
             if self._client.look("running", others):
                 return True
+            # From its first answer on: this look may itself have waited for it to come back.
+            deadline = deadline or time.monotonic() + patience_seconds
             if time.monotonic() >= deadline:
                 break
             time.sleep(LOOK_SECONDS)

@@ -97,7 +97,7 @@ class Striker:
     def _restart(self, struck: Struck) -> None:
         replica = struck.event.replica
         self.fleet.start(replica)
-        self._hold(struck, lambda: self._trained_since(struck.at, [replica]), lambda: None)
+        self._hold(struck, lambda: self._trains_again(struck.at, replica), lambda: None)
 
     def _suspend(self, struck: Struck) -> None:
         event = struck.event
@@ -150,6 +150,10 @@ class Striker:
     def _newest(self, replica: int) -> Stamped | None:
         rows = self.fleet.rows_since(0.0, replica)
         return rows[-1] if rows else None
+
+    def _trains_again(self, at: float, replica: int) -> bool:
+        assert not self.fleet.ended(replica), f"replica {replica} could not come back\n{self.fleet.outputs()}"
+        return self._trained_since(at, [replica])
 
     def _trained_since(self, at: float, replicas: Sequence[int]) -> bool:
         return all(self.fleet.rows_since(at, replica) for replica in replicas)
