@@ -152,8 +152,14 @@ def _train_both(place, directory, grid, settings_list):
             if expected is not None:
                 worst["loss"] = max(worst["loss"], abs(loss - expected))
             worst["norm"] = max(worst["norm"], abs(norm - expected_norm) / expected_norm)
-        pairs = zip(engine.module.parameters(), reference_model.parameters(), strict=True)
-        worst["weight"] = max(float((p - q).detach().abs().max()) for p, q in pairs)
+        pairs = [
+            (p.detach(), q.detach())
+            for p, q in zip(engine.module.parameters(), reference_model.parameters(), strict=True)
+        ]
+        worst["weight"] = max(float((p - q).abs().max()) for p, q in pairs)
+        # The last bit of a bf16 weight follows from a master next to the border between two.
+        beyond_last_bit = [((p - q).abs() - 2**-7 * q.abs()).max() for p, q in pairs]
+        worst["beyond the last bit"] = max(map(float, beyond_last_bit))
         worst["clipped"] = norm > settings["clip"]
         differences.append(worst)
     return differences
@@ -167,7 +173,7 @@ def test_twenty_steps_equal_plain_adamw(tmp_path, grid):
         # Same kernels in the same order, and a mean over two data ranks is exact: not one bit may differ.
         assert plain["weight"] == 0 and plain["loss"] == 0
         assert clipped["weight"] < 1e-5 and clipped["loss"] < 1e-5
-        assert bf16["loss"] < 1e-3 and bf16["weight"] < 1e-3
+        assert bf16["loss"] < 1e-3 and bf16["beyond the last bit"] < 1e-3
         assert clipped["clipped"] and bf16["clipped"], "the clip never acted: the test shows nothing about it"
         assert max(plain["norm"], clipped["norm"]) < 1e-5 and bf16["norm"] < 1e-3
 
