@@ -34,24 +34,24 @@ from noloco_mega.comm.coordinator import UNKNOWN, Coordinator, Plan
 from noloco_mega.comm.exchange import Exchange
 from noloco_mega.comm.links import LinkBroken
 from noloco_mega.comm.membership import Peers, addresses_of, refuse_differences
+from noloco_mega.comm.muster import LOOK_SECONDS, Muster
 from noloco_mega.comm.orders import Orders
-from noloco_mega.comm.rendezvous import Record, RendezvousClient, RendezvousServer, RendezvousTimeout, StartFailed
+from noloco_mega.comm.rendezvous import Record, RendezvousClient, RendezvousServer, StartFailed
 from noloco_mega.comm.roster import Roster, Standing
 from noloco_mega.comm.siblings import Siblings
 from noloco_mega.comm.steering import Lead, Steering
 from noloco_mega.comm.stores import shared_store
 from noloco_mega.comm.wire import Address, Message
 from noloco_mega.config import Config
+from noloco_mega.entry import TRY_AGAIN
 from noloco_mega.grid import Place
 from noloco_mega.outer import registry
 from noloco_mega.plan.views import View
 
-LOOK_SECONDS = 1.0
-"""Between two looks at who has come."""
-SETTLE_SECONDS = 5.0
-"""How long a run that may begin with fewer replicas waits for more."""
 LOST_SECONDS = 10.0
 """How long a rank whose replica has lost another one may need to find out and say so, before its process is ended."""
+SETTLE_SECONDS = 5.0
+"""How long a run that may begin with fewer replicas waits for more, and for news of one that is under way."""
 RENEW_BEATS = 2
 """Heartbeats between two looks whether the rendezvous still knows this rank."""
 
@@ -117,6 +117,18 @@ class Connection:
         )
         self._ended = threading.Event()
         self._met = False
+        enough = config.topology.start_replicas or config.topology.replicas
+        self._counted_on = enough == config.topology.replicas
+        """Whether the run can't begin without this replica, so that its failure is everybody's."""
+        self._muster = Muster(
+            self._client,
+            replica=place.replica,
+            replicas=config.topology.replicas,
+            ranks=self._grid.replica_size,
+            enough=enough,
+            settle_seconds=max(SETTLE_SECONDS, self._news_seconds),
+            timeout_seconds=config.noloco.rendezvous_timeout_seconds,
+        )
 
     @contextlib.contextmanager
     def reporting(self) -> Iterator[None]:
@@ -127,8 +139,8 @@ class Connection:
         except StartFailed:
             raise
         except (ValueError, OSError) as error:
-            if not self._met and not getattr(self, "joins", False):
-                self._client.fail(self._place.replica, self._rank, str(error))
+            if not self._met:
+                self._client.fail(self._place.replica, self._rank, str(error), of_run=self._counted_on)
             raise
         except (RuntimeError, LinkBroken) as error:
             if isinstance(error, LinkBroken | dist.DistError) or any(w in str(error) for w in ("gloo", "NCCL")):
@@ -143,20 +155,23 @@ class Connection:
         Where this replica has been here before and is not to resume, they must be: a rendezvous that was started anew
         is given time to hear of them.
         """
-        others = [(replica, 0) for replica in range(self._grid.replicas) if replica != self._place.replica]
         folder = self._config.replica_folder(self._place.replica)
         patient = self._config.run.resume == "no" and folder.exists() and any(folder.iterdir())
-        patience_seconds = patient * (RENEW_BEATS + 2) * self._config.noloco.heartbeat_seconds
         deadline: float | None = None
-        while others:
-            if self._client.look("running", others):
-                return True
+        while not (running := bool(self._muster.running())):
             # From its first answer on: this look may itself have waited for it to come back.
-            deadline = deadline or time.monotonic() + patience_seconds
+            deadline = deadline or time.monotonic() + patient * self._news_seconds
             if time.monotonic() >= deadline:
                 break
             time.sleep(LOOK_SECONDS)
-        return False
+        if running:
+            self._counted_on = False
+        return running
+
+    @property
+    def _news_seconds(self) -> float:
+        """What a rendezvous that was started anew needs to hear of everybody who trains."""
+        return (RENEW_BEATS + 2) * self._config.noloco.heartbeat_seconds
 
     def join(self) -> None:
         """Wait for the replicas that begin the run, and connect to the own replica and to the site's links.
@@ -211,7 +226,7 @@ class Connection:
         }
         own, ranks = self._place.replica, range(self._grid.replica_size)
         self._client.announce("start", own, self._rank, record)
-        self._muster()
+        self._find_members()
         replicas = sorted({own, *self.members})
         records = self._client.wait_for("start", [(replica, rank) for replica in replicas for rank in ranks])
         refuse_differences(own, record, {replica: records[(replica, self._rank)] for replica in replicas})
@@ -222,47 +237,18 @@ class Connection:
             )
         return records
 
-    def _muster(self) -> None:
+    def _find_members(self) -> None:
         """Find out which replicas begin the run, or that it is under way: the leader looks, its siblings are told."""
         own = self._place.replica
         if self.leads:
-            members, joins = self._look_for_members()
+            members, joins = self._muster.wait()
+            if joins:
+                self._counted_on = False
+                self._refuse_to_join()
             self._client.announce("muster", own, 0, {"members": list(members), "joins": joins})
         record = self._client.wait_for("muster", [(own, 0)])[(own, 0)]
         self.members, self.joins = tuple(record["members"]), record["joins"]
-
-    def _look_for_members(self) -> tuple[tuple[int, ...], bool]:
-        """The members, and whether this replica joins them. Raises RendezvousTimeout, StartFailed."""
-        topology, own, ranks = self._config.topology, self._place.replica, range(self._grid.replica_size)
-        everybody = [(replica, rank) for replica in range(topology.replicas) for rank in ranks]
-        others = [(replica, 0) for replica in range(topology.replicas) if replica != own]
-        needed = topology.start_replicas or topology.replicas
-        deadline = time.monotonic() + self._config.noloco.rendezvous_timeout_seconds
-        enough_since: float | None = None
-        while True:
-            if others and (running := self._client.look("running", others)):
-                self._refuse_to_join()
-                return tuple(sorted(replica for replica, _ in running)), True
-            if needed < topology.replicas and (founders := self._client.look("founders", [(0, 0)])):
-                members = tuple(founders[(0, 0)]["members"])
-                if own in members:
-                    return members, False
-                time.sleep(LOOK_SECONDS)  # it begins without this replica: wait until it is under way
-            else:
-                found = self._client.look("start", everybody, LOOK_SECONDS)
-                here = tuple(r for r in range(topology.replicas) if all((r, rank) in found for rank in ranks))
-                now = time.monotonic()
-                enough_since = (enough_since or now) if len(here) >= needed else None
-                if len(here) == topology.replicas and needed == topology.replicas:
-                    if self._client.look("running", others):
-                        continue  # they have told a rendezvous that was started anew of both, since we looked
-                    return here, False
-                settled = len(here) == topology.replicas or now - (enough_since or now) > SETTLE_SECONDS
-                if enough_since is not None and settled and own == here[0]:
-                    self._client.announce("founders", 0, 0, {"members": list(here)})
-            if time.monotonic() > deadline:
-                self._client.wait_for("start", everybody, 0.1)  # says who is missing
-                raise RendezvousTimeout("the run did not get under way", [])
+        self._counted_on = not self.joins
 
     def _refuse_to_join(self) -> None:
         """Raise ValueError where a run under way can't take anybody in."""
@@ -312,10 +298,15 @@ class Connection:
             self._gather,
         )
         self._steer(peers, addresses)
-        if self.leads:
-            self._client.announce("running", place.replica, 0, {"members": list(self.members)})
+        if not self.joins:
+            self.trains()
         threading.Thread(target=self._renew, name="rendezvous", daemon=True).start()
         return peers
+
+    def trains(self) -> None:
+        """Let others join this replica: its state is the run's."""
+        if self.leads:
+            self._client.announce("running", self._place.replica, 0, {"members": list(self.members)})
 
     def _steer(self, peers: Peers, addresses: Mapping[int, Address]) -> None:
         """From now on this replica hears and speaks of itself, and of the others' fate."""
@@ -407,7 +398,7 @@ class Connection:
             # A collective of gloo's or NCCL's may wait for the dead rank for as long as the link timeout.
             if not self._ended.wait(LOST_SECONDS):
                 print(f"error: {self._farewell(f'rank {rank} has ended')}", file=sys.stderr, flush=True)
-                os._exit(2)
+                os._exit(TRY_AGAIN)
 
         threading.Thread(target=give_up, name="giving up", daemon=True).start()
 

@@ -8,7 +8,14 @@ import sys
 from collections.abc import Callable
 
 from noloco_mega import config, launcher
+from noloco_mega.comm.rendezvous import StartFailed
 from noloco_mega.grid import Place
+
+USER_MUST_ACT = 2
+"""Exit status of what fails in the same way if it is only started again."""
+TRY_AGAIN = 75
+"""Exit status (sysexits.h's EX_TEMPFAIL) of what may go on when it is started again: other processes are gone, or this
+replica has left a run."""
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,18 +55,18 @@ def load_config(arguments: argparse.Namespace) -> config.Config:
     return config.load(arguments.config, overrides)
 
 
-def guarded(command: Callable[[argparse.Namespace], None], arguments: argparse.Namespace) -> int:
-    """Run a command; its exit status. What a user can mend (ValueError, OSError) is printed without a traceback.
+def guarded(command: Callable[[argparse.Namespace], int | None], arguments: argparse.Namespace) -> int:
+    """Run a command; its exit status, 0 where it returns none. What a user can mend (ValueError, OSError) is printed
+    without a traceback.
 
     NOLOCO_TRACEBACK=1 shows the traceback all the same.
     """
     try:
-        command(arguments)
+        return command(arguments) or 0
     except (ValueError, OSError) as error:
         if os.environ.get("NOLOCO_TRACEBACK"):
             raise
         print(f"error: {error}", file=sys.stderr, flush=True)
-        return 2
+        return TRY_AGAIN if isinstance(error, (ConnectionError, StartFailed)) else USER_MUST_ACT
     except KeyboardInterrupt:
         return 130
-    return 0

@@ -60,20 +60,12 @@ class Journal:
     """The record of one rank. Every rank of a replica calls it alike, since its sums are collective over the replica;
     one of them (the last stage's first, which has the loss) writes."""
 
-    def __init__(self, config: Config, place: Place, joins: bool = False) -> None:
-        """Raises FileExistsError, before anything is started or written, if the run's folder holds one already which is
-        not to be resumed. A replica that `joins` its run under way goes on with what it has written before."""
+    def __init__(self, config: Config, place: Place) -> None:
         grid = config.topology.grid()
         self.folder = config.output
         self.replica_folder = config.replica_folder(place.replica)
-        self._config, self._place, self._joins = config, place, joins
+        self._config, self._place, self._joins = config, place, False
         self._leads = grid.replica_rank(place) == 0
-        before = self.replica_folder.exists() and any(self.replica_folder.iterdir())
-        if self._leads and before and config.run.resume == "no" and not joins:
-            raise FileExistsError(
-                f"{self.replica_folder} holds an earlier run, which would be overwritten: go on with it "
-                f"(--resume auto), choose another run.name (--set run.name=NAME) or move the folder away"
-            )
         self._writes = place.stage == grid.stages - 1 and place.data == place.tensor == 0
         self._trackers = Trackers()
         self._probes = Trackers()
@@ -92,6 +84,17 @@ class Journal:
         self._skipped = 0
         self.last: dict[str, float] = {}
         """The last "loss" and "val_loss" of the replica, on all its ranks."""
+
+    def look(self, joins: bool) -> None:
+        """Before anything is written. A replica that `joins` its run under way goes on with what it has written before;
+        else raises FileExistsError if its folder holds a run already which is not to be resumed."""
+        self._joins = joins
+        before = self.replica_folder.exists() and any(self.replica_folder.iterdir())
+        if self._leads and before and self._config.run.resume == "no" and not joins:
+            raise FileExistsError(
+                f"{self.replica_folder} holds an earlier run, which would be overwritten: go on with it "
+                f"(--resume auto), choose another run.name (--set run.name=NAME) or move the folder away"
+            )
 
     def begin(
         self, start: int, outer_step: int = 0, losses: Sequence[tuple[float, int]] = (), skipped: int = 0
@@ -263,9 +266,10 @@ class Journal:
         self._write("rows", self._trackers, dict.fromkeys(COLUMNS) | whole, step)
 
     def _make_folder(self, *, config: bool) -> None:
-        """The replica's folder and, by replica 0, config.json beside it. Raises OSError."""
+        """The replica's folder and config.json beside it. Raises OSError."""
         self.replica_folder.mkdir(parents=True, exist_ok=True)
-        if config and self._place.replica == 0:
+        # A run may begin without replica 0.
+        if config and (self._place.replica == 0 or not (self.folder / "config.json").exists()):
             write_json(self.folder / "config.json", self._config.to_json())
 
     def _mark(self, file: JsonLines, row: dict[str, Any], step: int) -> None:

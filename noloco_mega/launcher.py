@@ -71,6 +71,8 @@ class Launch:
     """torchrun's agent already serves a store on `master`."""
     host: str
     interface: str | None
+    sigterm_leaves: bool
+    """SIGTERM ends this replica alone (NOLOCO_SIGTERM=leave), and not the run."""
 
 
 def read(environ: Mapping[str, str] = os.environ) -> Launch:
@@ -109,7 +111,17 @@ def read(environ: Mapping[str, str] = os.environ) -> Launch:
         agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         host=host,
         interface=interface,
+        sigterm_leaves=_sigterm_leaves(environ),
     )
+
+
+def _sigterm_leaves(environ: Mapping[str, str]) -> bool:
+    wanted = environ.get("NOLOCO_SIGTERM", "stop")
+    if wanted not in ("stop", "leave"):
+        raise LaunchError(f'NOLOCO_SIGTERM = {wanted!r}: "stop" ends the run, and "leave" this replica alone')
+    if wanted == "leave" and "NOLOCO_REPLICA" not in environ:
+        raise LaunchError("NOLOCO_SIGTERM = leave needs a launch of its own for each replica, with NOLOCO_REPLICA set")
+    return wanted == "leave"
 
 
 def place(launch: Launch, grid: Grid) -> Place:

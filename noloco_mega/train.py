@@ -17,6 +17,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from types import FrameType
 
 import torch
@@ -31,7 +32,7 @@ from noloco_mega.config import Config
 from noloco_mega.data.loader import open_loader
 from noloco_mega.engine import deepspeed as engines
 from noloco_mega.engine.weights import fingerprint
-from noloco_mega.entry import add_config_arguments, guarded, rank_of_run
+from noloco_mega.entry import TRY_AGAIN, add_config_arguments, guarded, rank_of_run
 from noloco_mega.grid import Place
 from noloco_mega.journal import Journal
 from noloco_mega.launcher import Launch
@@ -46,32 +47,37 @@ from noloco_mega.plan.lag import STAY
 SAME_REQUEST_SECONDS = 3.0
 
 
-def train(config: Config, launch: Launch, place: Place) -> None:
-    """One rank of a run, from its launch to its replica's saved weights."""
+def train(config: Config, launch: Launch, place: Place) -> int:
+    """One rank of a run, from its launch to its replica's saved weights. Its exit status: 0, or TRY_AGAIN where this
+    replica has left a run that goes on."""
     run = Connection(config, launch, place)
     with run.reporting(), contextlib.ExitStack() as stack:
-        _train(config, place, run, stack)
+        return _train(config, launch, place, run, stack)
 
 
-def _train(config: Config, place: Place, run: Connection, stack: contextlib.ExitStack) -> None:
+def _train(config: Config, launch: Launch, place: Place, run: Connection, stack: contextlib.ExitStack) -> int:
     view_log = views.initial(config.topology.replicas)
     loader = open_loader(config, view_log)
-    journal = Journal(config, place, joins=run.under_way())
+    journal = Journal(config, place)
+    journal.look(joins=run.under_way())  # before a queue is waited for
     run.join()
+    journal.look(joins=run.joins)
     keeper = Keeper(config, place, run, loader, journal, view_log)
 
     model = build_stage(config.model, config.topology, run.world, torch.bfloat16 if config.bf16 else torch.float32)
     start.initial_weights(model, run.world, config, resumed=keeper.resumed)
     peers = run.meet(fingerprint(model), loader.digest(), view_log)
     steering = run.steering
-    requests = stack.enter_context(stop_requests())  # until here a signal simply ends the process
+    # Until here a signal simply ends the process.
+    requests = stack.enter_context(stop_requests(launch.sigterm_leaves))
     engine = engines.build_engine(model, config, run.world)
     outer = attach(engine, config, peers)  # engine.step now ends with an outer step, every H inner steps
     pipeline = Pipeline(engine.module, config, run.world, loader)
     evaluate = functools.partial(pipeline.evaluate, steering.local)
 
-    step, last_step = keeper.begin(engine, outer, peers), config.run.steps
-    journal.tell(f"connected, {len(run.members)} replicas of {run.world.grid.replica_size} ranks in the run")
+    step, last_step, leaves = keeper.begin(engine, outer, peers), config.run.steps, False
+    how = "joins" if run.joins else "connected,"
+    journal.tell(f"{how} {len(run.members)} replicas of {run.world.grid.replica_size} ranks in the run")
     if not keeper.resumed:
         journal.evaluate(evaluate, peers)
         journal.started()
@@ -89,7 +95,7 @@ def _train(config: Config, place: Place, run: Connection, stack: contextlib.Exit
             loss, links_good = None, False
             steering.broke()
             journal.warn(f"inner step {step}: {broken}")
-        agreed = steering.agree(step, links_good, bool(requests))
+        agreed = steering.agree(step, links_good, bool(requests.to_stop), bool(requests.to_leave))
         if not agreed.links_good:
             # Nobody applies the gradients of a step that one rank could not finish; the replica redoes it along
             # identity routes, which need no other replica.
@@ -112,42 +118,62 @@ def _train(config: Config, place: Place, run: Connection, stack: contextlib.Exit
             steering.propose_stop(step)
         if agreed.stop_step <= step and steering.confirm_stop(step):
             last_step = step
-        if step == last_step or (config.run.eval_every and step % config.run.eval_every == 0):
+        leaves = agreed.leaves and agreed.stop_step == NEVER and step < last_step
+        if leaves:
+            steering.leave()
+        elif step == last_step or (config.run.eval_every and step % config.run.eval_every == 0):
             journal.evaluate(evaluate, peers)
-        journal.stepped(step, lr, grad_norm, loss, outer, peers, routed, last=step == last_step)
-        if step == last_step or keeper.due(step):
+        last = leaves or step == last_step
+        journal.stepped(step, lr, grad_norm, loss, outer, peers, routed, last=last)
+        if last or keeper.due(step):
             keeper.save(step)
+        if leaves:
+            break
 
-    ended = consensus.finish(config, engine, peers, step, journal.tell)
-    save_weights(
-        journal.replica_folder / "weights",
-        dict(engine.module.named_parameters()),
-        parameters.parameter_slices(engine.module, run.world),
-        run.world,
-        {"step": step, **keeper.facts, **ended},
-    )
+    weights = journal.replica_folder / "weights"
+    if not leaves:
+        ended = consensus.finish(config, engine, peers, step, journal.tell)
+        slices = parameters.parameter_slices(engine.module, run.world)
+        facts = {"step": step, **keeper.facts, **ended}
+        save_weights(weights, dict(engine.module.named_parameters()), slices, run.world, facts)
     keeper.close()
     journal.close()
-    journal.tell(f"done after step {step} of {config.run.steps}, weights in {journal.replica_folder / 'weights'}")
+    how = "leaves the run, which goes on," if leaves else "done"
+    journal.tell(f"{how} after step {step} of {config.run.steps}" + ("" if leaves else f", weights in {weights}"))
     steering.close()
     peers.close()
     run.close()
+    return TRY_AGAIN if leaves else 0
+
+
+@dataclass
+class Requests:
+    """What signals have asked of this process."""
+
+    to_stop: list[float] = field(default_factory=list)
+    """When (monotonic seconds) SIGINT, or SIGTERM, asked it to end the run."""
+    to_leave: bool = False
+    """Whether SIGUSR1, or SIGTERM, asked it to end its own replica, while the others go on."""
 
 
 @contextlib.contextmanager
-def stop_requests() -> Iterator[list[float]]:
-    """When (monotonic seconds) SIGINT or SIGTERM asked this process to stop; one more, later on, ends it at once."""
-    requests: list[float] = []
+def stop_requests(sigterm_leaves: bool) -> Iterator[Requests]:
+    """Signals are noted, and taken up between two steps; one more that asks for a stop, later on, ends the process."""
+    requests = Requests()
 
-    def request(number: int, frame: FrameType | None) -> None:
+    def stop(number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         # One Ctrl-C reaches a rank twice, from the terminal and from its launcher.
-        if requests and now - requests[0] > SAME_REQUEST_SECONDS:
+        if requests.to_stop and now - requests.to_stop[0] > SAME_REQUEST_SECONDS:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-        requests.append(now)
+        requests.to_stop.append(now)
 
-    before = {number: signal.signal(number, request) for number in (signal.SIGINT, signal.SIGTERM)}
+    def leave(number: int, frame: FrameType | None) -> None:
+        requests.to_leave = True
+
+    handlers = {signal.SIGINT: stop, signal.SIGTERM: leave if sigterm_leaves else stop, signal.SIGUSR1: leave}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield requests
     finally:

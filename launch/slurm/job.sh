@@ -4,7 +4,8 @@
 #                                NOLOCO_CHECK=1 the check of the very same launch; checks the number of tasks
 #   run_ranks WORDS...           one training process per task, in the background; then waits for all of them
 #
-# After run_ranks: `status` is srun's, `out_of_time` is 1 if the time limit was near and the run was asked to stop.
+# After run_ranks: `status` is srun's, the highest of its tasks'. Each script has its own function out_of_time, which is
+# called when the time limit is near.
 
 fail() {
   echo "$SLURM_JOB_NAME: $*" >&2
@@ -41,7 +42,6 @@ prepare() {
 }
 
 run_ranks() {
-  out_of_time=0
   trap out_of_time USR1
   # --no-kill and --kill-on-bad-exit=0: a lost node or a failed task ends no other task. --wait=0: nor does a finished one.
   srun --no-kill --kill-on-bad-exit=0 --wait=0 --distribution=block \
@@ -51,11 +51,4 @@ run_ranks() {
   while kill -0 "$step" 2>/dev/null; do wait "$step"; done
   wait "$step"
   status=$?
-}
-
-out_of_time() {
-  out_of_time=1
-  echo "$SLURM_JOB_NAME: the time limit is near: the run stops at an agreed step and saves" >&2
-  # To the job's steps, not to this script. All ranks get it; one would do.
-  scancel --signal=TERM "$SLURM_JOB_ID"
 }

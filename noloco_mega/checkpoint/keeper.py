@@ -104,6 +104,7 @@ class Keeper:
     def _join(self) -> int:
         """Begin with the state of a live replica. Collective over the replica."""
         self.take_over()
+        self._run.trains()
         step, journal = self._outer.step, self._journal
         if self._run.leads:
             self._folders.begin(step)

@@ -32,6 +32,10 @@ RESTART_SECONDS = 60.0
 """How long a rank that starts after a failure gives the failed place to start again too."""
 
 
+class PlaceTaken(ValueError):  # noqa: N818
+    """Another client that is alive has announced the same."""
+
+
 @dataclass(frozen=True, eq=False)
 class Lease:
     """One client's open connection: what it announced is known while this lasts."""
@@ -52,6 +56,8 @@ class _Failure:
     client: str
     reason: str
     when: float
+    of_run: bool
+    """Whether it concerns the whole run, and not its own replica alone."""
 
 
 class Directory:
@@ -70,7 +76,7 @@ class Directory:
             self._changed.notify_all()
 
     def announce(self, lease: Lease, announced: Sequence[tuple[RunKey, Record]], seconds: float) -> None:
-        """Take all of them or none. Raises ValueError if another client still holds one of the places after that."""
+        """Take all of them or none. Raises PlaceTaken if another client still holds one of the places after that."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or not self._taken(lease, announced), seconds)
             if self._closed:
@@ -78,7 +84,7 @@ class Directory:
             if (taken := self._taken(lease, announced)) is not None:
                 topic, replica, rank = taken
                 record = json.dumps(self._entries[lease.run, taken].record)
-                raise ValueError(
+                raise PlaceTaken(
                     f"replica {replica} rank {rank} has announced {topic!r} already, as {record}, and is alive: "
                     "it runs twice (a second run at this rendezvous needs a name of its own)"
                 )
@@ -108,33 +114,34 @@ class Directory:
             if failure is not None and failure.client != client:
                 del self._failures[run, place]
 
-    def fail(self, lease: Lease, failed: Sequence[tuple[Place, str]]) -> None:
-        """Remember that these places failed at their start, and why."""
+    def fail(self, lease: Lease, failed: Sequence[tuple[Place, str, bool]]) -> None:
+        """Remember that these places failed at their start, why, and whether that concerns the whole run."""
         with self._changed:
-            for place, reason in failed:
-                self._failures[lease.run, place] = _Failure(lease.client, reason, time.monotonic())
+            for place, reason, of_run in failed:
+                self._failures[lease.run, place] = _Failure(lease.client, reason, time.monotonic(), of_run)
             self._changed.notify_all()
 
     def find(
-        self, run: str, wanted: Sequence[RunKey], seconds: float, age_seconds: float
+        self, run: str, wanted: Sequence[RunKey], seconds: float, age_seconds: float, asker: int | None = None
     ) -> tuple[list[tuple[Key, Record]], str | None]:
         """The wanted records as soon as all exist.
 
-        Else those that there are when the time is up, or when a rank of the run has failed: then with its reason.
+        Else those that there are when the time is up, or when a rank has failed whose failure concerns the replica
+        `asker`: then with its reason.
         """
         start = time.monotonic()
         with self._changed:
             while True:
                 waited = time.monotonic() - start
                 found = [(where[1], entry.record) for where in wanted if (entry := self._entries.get(where))]
-                failure = self._failed(run, age_seconds + waited) if len(found) < len(wanted) else None
+                failure = self._failed(run, age_seconds + waited, asker) if len(found) < len(wanted) else None
                 if len(found) == len(wanted) or failure or waited >= seconds or self._closed:
                     return found, failure
                 old_enough = RESTART_SECONDS - age_seconds - waited  # to be told of failures before its start
                 self._changed.wait(min(seconds - waited, old_enough + 0.01) if old_enough >= 0 else seconds - waited)
 
-    def _failed(self, run: str, age_seconds: float) -> str | None:
-        """The first failure that concerns a client of this age, in words.
+    def _failed(self, run: str, age_seconds: float, asker: int | None) -> str | None:
+        """The first failure that concerns a client of this age and replica, in words.
 
         One from before the client's start may belong to an earlier start of the run, whose ranks are starting again.
         """
@@ -144,7 +151,7 @@ class Directory:
         failures = sorted(
             (failure.when, place, failure.reason)
             for (of_run, place), failure in self._failures.items()
-            if of_run == run
+            if of_run == run and (failure.of_run or place[0] == asker)
         )
         for when, (replica, rank), reason in failures:
             if now - when <= age_seconds or age_seconds > RESTART_SECONDS:

@@ -12,7 +12,8 @@ Whoever announces therefore stays until all who need the record have it.
 So one server serves any number of runs, at once (each sees its own records only) and one after another, the same one
 started again included.
 
-A rank that fails at its start says so with `fail`; all who wait are then told, now or within directory.FAILED_SECONDS.
+A rank that fails at its start says so with `fail`; all who wait, or all of its own replica where the others can do
+without it, are then told, now or within directory.FAILED_SECONDS.
 
 The server keeps everything in memory only. Whoever has fetched what it needs does not notice when the server goes away;
 clients that still wait while it is restarted announce themselves again.
@@ -30,7 +31,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 from noloco_mega.comm.channel import Listener, dial
-from noloco_mega.comm.directory import Directory, Key, Lease, Place, Record, Watch
+from noloco_mega.comm.directory import Directory, Key, Lease, Place, PlaceTaken, Record, Watch
 from noloco_mega.comm.wire import MALFORMED, Address, Channel, Message, shown, spoken
 
 T = TypeVar("T")
@@ -100,18 +101,18 @@ class RendezvousServer:
             if "hold" in request:
                 self._hold(Lease(channel, run, client), request)
                 return
-            self._answer(channel, run, request)
+            self._answer(channel, run, None if place is None else _place(place)[0], request)
         except MALFORMED as error:
             _refuse(channel, error)
         except OSError:
             pass  # the client is gone, or will ask again
         channel.close()
 
-    def _answer(self, channel: Channel, run: str, request: Message) -> None:
+    def _answer(self, channel: Channel, run: str, asker: int | None, request: Message) -> None:
         """Send the records that a client looks for once all exist, or what there is of them after a while."""
         wanted = [(run, _key(key)) for key in request["find"]]
         seconds, age_seconds = min(float(request["seconds"]), POLL_SECONDS), float(request["age"])
-        found, failure = self._directory.find(run, wanted, seconds, age_seconds)
+        found, failure = self._directory.find(run, wanted, seconds, age_seconds, asker)
         if self._closed.is_set():
             return
         channel.expire_in(ANSWER_SECONDS)
@@ -134,7 +135,7 @@ class RendezvousServer:
         """Take a lease's announcements and failures, answer, and watch it from now on."""
         try:
             announced = [((lease.run, _key(key)), _record(record)) for key, record in request["hold"]]
-            failed = [(_place(place), str(reason)) for place, reason in request["failed"]]
+            failed = [(_place(place), str(reason), bool(of_run)) for place, reason, of_run in request["failed"]]
             self._directory.announce(lease, announced, min(float(request["seconds"]), TAKEN_SECONDS))
             self._directory.fail(lease, failed)
             lease.channel.expire_in(ANSWER_SECONDS)
@@ -166,7 +167,7 @@ class RendezvousClient:
         self._hello = {"kind": "rendezvous", "run": run, "client": secrets.token_hex(16), "place": place}
         self._timeout_seconds = timeout_seconds
         self._announced: dict[Key, Record] = {}
-        self._failed: dict[Place, str] = {}
+        self._failed: dict[Place, tuple[str, bool]] = {}
         self._lease: Channel | None = None
         self._on_lease = threading.RLock()
         self._born = time.monotonic()
@@ -174,8 +175,8 @@ class RendezvousClient:
     def announce(self, topic: str, replica: int, rank: int, record: Record) -> None:
         """Publish a record (JSON, at most MAX_RECORD_BYTES) under (topic, replica, rank), until `close`.
 
-        Raises RendezvousTimeout if no server answers in time, and ValueError if the server's secret is another one or
-        if another client that is alive has announced the same.
+        Raises RendezvousTimeout if no server answers in time, PlaceTaken, and ValueError if the server's secret is
+        another one.
         """
         key = _key((topic, replica, rank))
         before = dict(self._announced)
@@ -186,14 +187,15 @@ class RendezvousClient:
             self._announced = before
             raise
 
-    def fail(self, replica: int, rank: int, reason: str) -> bool:
-        """Tell all ranks of the run that wait, or will soon, that this one failed at its start.
+    def fail(self, replica: int, rank: int, reason: str, *, of_run: bool = True) -> bool:
+        """Tell all ranks of the run that wait, or will soon, that this one failed at its start; without `of_run` only
+        those of its own replica: the others can do without it.
 
         Returns whether the server knows it now, after TELL_SECONDS at most: a process that fails has no more to do
         where it can't be told.
         """
         place = _place((replica, rank))
-        self._failed[place] = reason[:MAX_REASON_CHARACTERS]
+        self._failed[place] = (reason[:MAX_REASON_CHARACTERS], of_run)
         try:
             self._hold([], [place], TELL_SECONDS)
         except (RendezvousTimeout, ValueError):
@@ -270,7 +272,7 @@ class RendezvousClient:
             self._lease.send(
                 {
                     "hold": [(key, self._announced[key]) for key in keys],
-                    "failed": [(place, self._failed[place]) for place in failed],
+                    "failed": [(place, *self._failed[place]) for place in failed],
                     "seconds": remaining,
                 }
             )
@@ -334,13 +336,15 @@ class RendezvousClient:
         return found
 
     def _refused(self, answer: Message) -> ValueError:
-        return ValueError(f"refused by the rendezvous at {spoken(self.address)}: {answer.get('reason')}")
+        kind = PlaceTaken if answer.get("taken") else ValueError
+        return kind(f"refused by the rendezvous at {spoken(self.address)}: {answer.get('reason')}")
 
 
 def _refuse(channel: Channel, error: Exception) -> None:
     channel.expire_in(ANSWER_SECONDS)
     with contextlib.suppress(OSError):  # one that is gone needs no telling
-        channel.send({"kind": "refused", "reason": str(error)[:MAX_REASON_CHARACTERS]})
+        taken = isinstance(error, PlaceTaken)
+        channel.send({"kind": "refused", "reason": str(error)[:MAX_REASON_CHARACTERS], "taken": taken})
 
 
 def _names(places: Iterable[Place]) -> str:

@@ -39,6 +39,8 @@ class Agreed:
     """Nobody lost a link: the gradients are whole."""
     nobody_asked: bool
     """Nobody was asked to stop."""
+    leaves: bool
+    """Somebody was asked to leave the run, which goes on."""
     stop_step: int
     """The step that the run stops at, NEVER if none is known."""
     join_outer_step: int
@@ -139,16 +141,22 @@ class Steering:
         if self._lead is not None:
             self._lead.coordinator.broken(number)
 
-    def agree(self, step: int, links_good: bool, asked: bool) -> Agreed:
-        """After the passes of inner step `step`. Collective over the replica."""
+    def agree(self, step: int, links_good: bool, asked: bool, leaves: bool = False) -> Agreed:
+        """After the passes of inner step `step`: whether this rank's links were good, and whether it was asked to stop
+        the run, or to leave it. Where the others could not go on without this replica, nor take it in again, that is
+        the same. Collective over the replica."""
         lead = self._lead
+        if not self._catches_up:
+            asked, leaves = asked or leaves, False
         stop_step = orders = join = NEVER
         if lead is not None:
             if lead.donor.wanted and not self._asked_to_donate:
                 self._asked_to_donate = True
                 self._orders.give({"donate": True})
             stop_step, orders, join = lead.stopping.decide(step), self._orders.count, self._to_join(step)
-        good, nobody_asked, stop_step, orders, join = self._peers.agree(links_good, not asked, stop_step, orders, join)
+        good, nobody_asked, stays, stop_step, orders, join = self._peers.agree(
+            links_good, not asked, not leaves, stop_step, orders, join
+        )
         for order in self._orders.take(orders):
             for kind in order.keys() & self.on_order.keys():
                 self.on_order[kind](order)
@@ -158,7 +166,7 @@ class Steering:
             last = join != STAY or (step + 1) % self._settings.inner_steps == 0
             if last:
                 lead.coordinator.report(launched=max(join, step // self._settings.inner_steps))
-        return Agreed(bool(good), bool(nobody_asked), stop_step, join)
+        return Agreed(bool(good), bool(nobody_asked), not stays, stop_step, join)
 
     def bad_step(self, step: int, routes: Sequence[Sequence[int]]) -> None:
         """In inner step `step` microbatches along these routes had a loss that is not finite, as seen here."""
@@ -209,6 +217,14 @@ class Steering:
         """Somebody in this replica was asked to stop; `step` inner steps are done."""
         if self._lead is not None:
             self._lead.stopping.propose(step)
+
+    def leave(self) -> None:
+        """This replica ends while the run goes on: nobody shall count on it, nor send microbatches its way."""
+        if self._lead is not None:
+            self._lead.coordinator.report(leaving=True)
+        for number in self._circuits.withdraw():
+            if self._lead is not None:
+                self._lead.coordinator.broken(number)
 
     def confirm_stop(self, step: int) -> bool:
         """At stop step `step`: whether all replicas stop here. Collective over the replica."""

@@ -12,6 +12,7 @@ import pytest
 
 from noloco_mega import config as configs
 from noloco_mega.comm.rendezvous import RendezvousServer
+from tests.e2e.conftest import ROOT
 from tests.e2e.runs import SECRET, rows_of
 from tests.e2e.test_launchers import ended, finished, free_port, start
 
@@ -198,3 +199,38 @@ def test_install_gpu_sh_says_what_is_missing(tmp_path, cuda, compiler, message):
     assert message in found.stdout + found.stderr, found
     assert (found.returncode == 0) == (message == "transformer_engine[pytorch]")
     assert found.returncode or "git+https://github.com/NVIDIA/apex.git" in found.stdout
+
+
+@pytest.mark.parametrize(
+    "status, variables, ends, requeued",
+    [
+        (0, {}, 0, False),
+        (2, {}, 2, False),
+        (75, {}, 75, True),
+        (137, {"SLURM_RESTART_COUNT": "3"}, 137, True),
+        (75, {"SLURM_RESTART_COUNT": "3", "NOLOCO_RESTARTS": "3"}, 2, False),
+        (75, {"NOLOCO_CHECK": "1"}, 75, False),
+    ],
+)
+def test_which_replicas_of_an_array_are_requeued(config_file, tmp_path, status, variables, ends, requeued):
+    """The script itself, with stand-ins for srun and scontrol. Its SLURM_JOB_ID is the whole array's."""
+    path, _ = config_file()
+    commands = tmp_path / "bin"
+    commands.mkdir()
+    for name, text in {"srun": f"exit {status}", "scontrol": f'echo "$*" >> {tmp_path}/asked'}.items():
+        (commands / name).write_text(f"#!/bin/sh\n{text}\n")
+        (commands / name).chmod(0o755)
+    job = {"JOB_ID": "7", "ARRAY_JOB_ID": "7", "ARRAY_TASK_ID": "1", "NTASKS": "1", "JOB_NAME": "test"}
+    script = subprocess.run(
+        ["bash", "launch/slurm/replica_array.sbatch", path],
+        cwd=ROOT,
+        env={**os.environ, "PATH": f"{commands}:{os.environ['PATH']}", "PYTHON": sys.executable,
+             "SLURM_SUBMIT_DIR": str(ROOT), "NOLOCO_RENDEZVOUS": "h:1", "NOLOCO_LOGS": str(tmp_path / "logs"),
+             **{f"SLURM_{name}": value for name, value in job.items()}, **variables},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )  # fmt: skip
+    assert script.returncode == ends, script.stderr
+    asked = tmp_path / "asked"
+    assert (asked.read_text() if asked.exists() else "") == ("requeue 7_1\n" if requeued else "")

@@ -32,10 +32,10 @@ def cluster(tmp_path_factory):
 def submit(cluster, config_file, tmp_path):
     """A function that submits a job of two replicas of two stages, on two nodes; (job, its config)."""
 
-    def call(script, *options, replicas=2, **changes):
-        topology = {"replicas": replicas, "stages": 2}
+    def call(script, *options, start_replicas=None, **changes):
+        topology = {"replicas": 2, "stages": 2, "start_replicas": start_replicas}
         path, raw = config_file(topology=topology, **changes)
-        output = tmp_path / "batch-%j.out"
+        output = tmp_path / ("batch-%a.out" if script == ARRAY else "batch-%j.out")
         job = cluster.submit(
             f"--output={output}", "--chdir=.", *options, script, path,
             NOLOCO_LOGS=str(tmp_path / "logs"), XDG_CONFIG_HOME=str(tmp_path), **variables,
@@ -107,6 +107,66 @@ def test_an_array_of_replicas(cluster, submit, tmp_path):
             assert cluster.wait(f"{job}_{replica}", ENDED)["JobState"] == "COMPLETED", logs(tmp_path)
     assert finished(raw) == 2
     assert len(list((tmp_path / "logs" / job).glob("replica_[01]/rank_[01].log"))) == 4
+
+
+def until(happened, tmp_path, limit_seconds=300):
+    deadline = time.monotonic() + limit_seconds
+    while not happened():
+        assert time.monotonic() < deadline, f"not in {limit_seconds} s\n{logs(tmp_path)}"
+        time.sleep(0.3)
+
+
+def trains(raw, replica, present):
+    """Whether the newest row of an outer step is of a step with these replicas present, and of `replica` that it has
+    been paired with the other one."""
+    rows = configs.parse(raw).output / "metrics.jsonl"
+    own = [row for row in rows_of(raw) if row["replica"] == replica and row["outer_step"]] if rows.exists() else []
+    return bool(own) and own[-1]["present"] == present and (len(present) == 1 or own[-1]["missed"] == 0)
+
+
+@pytest.mark.timeout(900)
+def test_replicas_of_an_array_come_leave_and_return_on_their_own(cluster, submit, tmp_path):
+    """The first one begins; the second one joins when there is a node for it, and again after a lost node and its time
+    limit, for which it alone is requeued."""
+
+    def nodes(names, state):
+        cluster.run("scontrol", "update", f"nodename={names}", f"state={state}", "reason=test")
+
+    def both_again(restarts):
+        until(lambda: cluster.job(f"{job}_1").get("Restarts") == str(restarts), tmp_path)
+        if cluster.job(f"{job}_1")["JobState"] == "PENDING":  # SLURM makes what it requeues wait for two minutes
+            cluster.run("scontrol", "update", f"jobid={job}_1", "starttime=now")
+        until(lambda: trains(raw, 0, [0, 1]) and trains(raw, 1, [0, 1]), tmp_path)
+        assert cluster.job(f"{job}_0")["Restarts"] == "0", "the other replica has gone on"
+
+    with rendezvous() as variables:
+        submit.variables |= variables
+        nodes("n[2-4]", "drain")
+        try:
+            job, raw = submit(
+                ARRAY, "--array=0-1", "--nodes=1", "--ntasks-per-node=2", "--exclusive",
+                run__steps=100_000, noloco__heartbeat_seconds=0.5, run__save_every=1_000_000, start_replicas=1,
+            )  # fmt: skip
+            until(lambda: trains(raw, 0, [0]), tmp_path)
+            assert cluster.job(f"{job}_1")["JobState"] == "PENDING"
+            nodes("n[2-4]", "resume")
+            both_again(0)
+            lost = cluster.job(f"{job}_1")["NodeList"]
+            nodes(lost, "down")
+            nodes(lost, "drain")
+            until(lambda: trains(raw, 0, [0]), tmp_path)
+            both_again(1)
+            assert cluster.job(f"{job}_1")["NodeList"] != lost
+            cluster.run("scancel", "--signal=USR1", "--batch", f"{job}_1")
+            until(lambda: trains(raw, 0, [0]), tmp_path)
+            both_again(2)
+            assert "the time limit of replica 1 is near" in (tmp_path / "batch-1.out").read_text()
+            cluster.run("scancel", "--signal=INT", f"{job}_0")
+            for replica in range(2):
+                assert cluster.wait(f"{job}_{replica}", ENDED)["JobState"] == "COMPLETED", logs(tmp_path)
+        finally:
+            nodes("n[2-4]", "resume")
+    assert finished(raw) == 2
 
 
 def test_a_killed_task_ends_no_other(cluster, submit, tmp_path):

@@ -7,10 +7,13 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from noloco_mega.comm import directory, rendezvous
+from noloco_mega.comm import muster as mustering
+from noloco_mega.comm.muster import Muster
 from noloco_mega.comm.rendezvous import RendezvousClient, RendezvousServer, RendezvousTimeout, StartFailed
 from tests.harness import Ranks, run_ranks
 
@@ -245,6 +248,64 @@ def test_a_failure_of_an_earlier_start_is_over_when_its_place_starts_again(serve
     again.wait_for("store", [])
     with pytest.raises(RendezvousTimeout):
         hopeful.wait_for("store", [(1, 0)], timeout_seconds=0.1)
+
+
+def test_a_failure_that_others_can_do_without_is_its_own_replicas_alone(server):
+    other, sibling = client(server.address, place=(0, 0)), client(server.address, place=(1, 1))
+    client(server.address, place=(1, 0)).fail(1, 0, "no GPU here", of_run=False)
+    with pytest.raises(StartFailed, match="no GPU here"):
+        sibling.wait_for("muster", [(1, 0)])
+    with pytest.raises(RendezvousTimeout):
+        other.wait_for("store", [(1, 0)], timeout_seconds=0.2)
+
+
+def muster(server, replica, enough, replicas=3, timeout_seconds=10.0):
+    asking = client(server.address, place=(replica, 0))
+    asking.announce("start", replica, 0, {})
+    return asking, Muster(
+        asking, replica=replica, replicas=replicas, ranks=1, enough=enough, settle_seconds=0.3, timeout_seconds=timeout_seconds
+    )
+
+
+def test_those_that_are_there_begin_and_the_others_join(server):
+    founders = [muster(server, replica, 2) for replica in (1, 2)]
+    with ThreadPoolExecutor() as pool:
+        waiting = [pool.submit(each.wait) for _, each in founders]
+        assert [future.result(20) for future in waiting] == [((1, 2), False)] * 2
+        late, of_late = muster(server, 0, 2)  # lower than the one that has spoken
+        joining = pool.submit(of_late.wait)
+        founders[0][0].announce("running", 1, 0, {})
+        assert joining.result(20) == ((1,), True)
+
+
+def test_the_first_one_to_say_who_begins_is_right(server, monkeypatch):
+    """Replica 1 has said it while replica 0, which came at the same time, was about to."""
+    monkeypatch.setattr(rendezvous, "TAKEN_SECONDS", 0.2)
+    (one, _), _, (_, of_zero) = (muster(server, replica, 2) for replica in (1, 2, 0))
+    one.announce("founders", 0, 0, {"members": [1, 2]})
+    founders, seen = of_zero._founders, []
+
+    def too_early_once():
+        seen.append(founders())
+        return () if len(seen) == 1 else seen[-1]
+
+    monkeypatch.setattr(of_zero, "_founders", too_early_once)
+    with ThreadPoolExecutor() as pool:
+        joining = pool.submit(of_zero.wait)
+        soon(lambda: len(seen) > 1 or joining.done())
+        one.announce("running", 1, 0, {})
+        assert joining.result(20) == ((1,), True)
+
+
+def test_waiting_in_vain_says_for_whom(server, monkeypatch):
+    monkeypatch.setattr(mustering, "LOOK_SECONDS", 0.1)
+    _, alone = muster(server, 0, 2, timeout_seconds=0.3)
+    with pytest.raises(RendezvousTimeout, match="begins when 2 replicas are there, and only 1 came .*replica 1, 2"):
+        alone.wait()
+    one, _ = muster(server, 1, 2)
+    one.announce("founders", 0, 0, {"members": [1, 2]})
+    with pytest.raises(RendezvousTimeout, match="begins with replicas 1, 2, and they did not get under way"):
+        alone.wait()
 
 
 def test_a_failure_is_forgotten_after_a_while(server, monkeypatch):

@@ -41,8 +41,7 @@ def train_rank(place, directory, raw, address, errors=None, step_seconds=None):
         _slow_down(step_seconds[place.replica])
     launch = launcher.read()
     assert launcher.place(launch, grid) == place
-    train(config, launch, place)
-    return os.getpid()
+    return train(config, launch, place)
 
 
 def poisoned_rank(place, directory, raw, address, victim, step):
@@ -79,19 +78,23 @@ def _slow_down(seconds: float):
 
 
 @contextmanager
-def launched(raw, directory: Path, errors: Path | None = None, step_seconds=None, poison=None):
-    """The running ranks of a config, in rank order; their stderr goes into the file `errors`, if one is given."""
+def launched(raw, directory: Path, errors: Path | None = None, step_seconds=None, poison=None, only=None):
+    """The running ranks of a config, in rank order; their stderr goes into the file `errors`, if one is given.
+
+    `only`: of these replicas. `restart` starts one of any, again or for the first time.
+    """
     server = RendezvousServer(SECRET.encode())
     places = list(configs.parse(raw).topology.grid().places())
     address = "{}:{}".format(*server.address)
     if poison is None:
-        ranks = Ranks(train_rank, places, directory, (raw, address, errors, step_seconds))
+        begin = [place for place in places if only is None or place.replica in only]
+        ranks = Ranks(train_rank, begin, directory, (raw, address, errors, step_seconds))
     else:
         ranks = Ranks(poisoned_rank, places, directory, (raw, address, *poison))
     again: list[Ranks] = []
 
     def restart(replica: int, **changes) -> Ranks:
-        """The ranks of a replica, started anew."""
+        """The ranks of a replica, started now."""
         own = [place for place in places if place.replica == replica]
         again.append(Ranks(train_rank, own, directory, ({**raw, **changes}, address, errors, step_seconds)))
         return again[-1]

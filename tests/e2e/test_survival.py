@@ -8,8 +8,11 @@ import numpy as np
 import pytest
 import torch
 
+from noloco_mega import config as configs
+from noloco_mega.comm.rendezvous import RendezvousClient
+from noloco_mega.entry import TRY_AGAIN
 from noloco_mega.grid import Place
-from tests.e2e.runs import launched, rows_of, wait_for_step, weights
+from tests.e2e.runs import SECRET, launched, rows_of, wait_for_step, weights
 
 QUICK = {
     "noloco__heartbeat_seconds": 0.5,
@@ -20,6 +23,12 @@ QUICK = {
 
 def mine(rows, replica):
     return [row for row in rows if row["replica"] == replica and row["loss"] is not None]
+
+
+def wait_for_founders(rendezvous, raw):
+    """Until some replica has said which ones begin the run."""
+    asking = RendezvousClient(rendezvous.address, SECRET.encode(), 60.0, run=configs.parse(raw).run.name)
+    return asking.wait_for("founders", [(0, 0)])[(0, 0)]["members"]
 
 
 def nobody_went_back(rows, replicas, last):
@@ -194,3 +203,51 @@ def test_a_slow_site_ends_its_phases_early_together(tiny, tmp_path):
     assert sum(map(exchanged, outer)) >= 0.8 * len(outer), [
         (r["replica"], r["step"], r["missed_reason"]) for r in outer
     ]
+
+
+def test_a_run_begins_with_the_replicas_that_are_there(tiny, tmp_path):
+    """Two of four; a third one comes while they still start, and a fourth one later. Both join, and are routed."""
+    raw = tiny(run__steps=150, **QUICK)
+    raw["topology"]["start_replicas"] = 2
+    with launched(raw, tmp_path, only=(1, 2)) as ranks:
+        assert wait_for_founders(ranks.rendezvous, raw) == [1, 2]
+        third = ranks.restart(3)
+        wait_for_step(raw, 12, ranks)
+        first = ranks.restart(0)
+        ranks.wait(240)
+        for late in (third, first):
+            late.wait(60)
+    rows = rows_of(raw)
+    nobody_went_back(rows, (1, 2), 150)
+    assert [row["step"] for row in mine(rows, 1)][:3] == [1, 2, 3] and mine(rows, 1)[0]["routed"] == [1, 2]
+    for replica in (0, 3):
+        own = mine(rows, replica)
+        assert own[0]["step"] > 1 and own[-1]["step"] == 150, "it begins with the state of a live one"
+        outer = [row for row in own if row["outer_step"] is not None]
+        assert any(map(exchanged, outer[:3])) and exchanged(outer[-1])
+        assert own[-1]["routed"] == [0, 1, 2, 3] and own[-1]["present"] == [0, 1, 2, 3]
+    assert {w.manifest["step"] for w in weights(raw)} == {150} and len(weights(raw)) == 4
+
+
+def test_a_replica_that_is_asked_to_leave_does_so_alone_and_comes_back(tiny, tmp_path):
+    """SIGUSR1 to one of its ranks: it saves and ends, the others go on at once, and its next start joins them."""
+    raw = tiny(run__steps=150, run__save_every=1000, run__resume="newest", **QUICK)
+    with launched(raw, tmp_path) as ranks:
+        wait_for_step(raw, 12, ranks)
+        os.kill(ranks.processes[3].pid, signal.SIGUSR1)  # not the leader of replica 1
+        for process in ranks.processes[2:4]:
+            process.join(60)
+        left = max(row["step"] for row in mine(rows_of(raw), 1))
+        wait_for_step(raw, left + 8, ranks, replica=0)
+        again = ranks.restart(1)
+        statuses = ranks.wait(240)
+        assert again.wait(60) == {0: 0, 1: 0}
+    assert statuses == {rank: TRY_AGAIN if rank in (2, 3) else 0 for rank in range(8)}
+    rows = rows_of(raw)
+    nobody_went_back(rows, (0, 2, 3), 150)
+    saved = configs.parse(raw).output / "checkpoints" / f"step_{left:08d}"
+    assert [path.name for path in saved.iterdir()] == ["replica_01"]
+    for replica in (0, 2, 3):
+        own = mine(rows, replica)
+        assert sum(row["redone_steps"] or 0 for row in own) <= 2, "one for each change of circuits at most"
+        assert any(row["routed"] == [0, 2, 3] for row in own) and own[-1]["routed"] == [0, 1, 2, 3]

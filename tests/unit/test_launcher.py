@@ -140,3 +140,13 @@ def test_the_users_own_secret_is_made_once(tmp_path):
     path.chmod(0o644)
     with pytest.raises(ValueError, match="chmod 600"):
         _secret(tmp_path)
+
+
+def test_sigterm_leaves_only_where_a_replica_has_a_launch_of_its_own():
+    replica = torchrun(0, 2, NOLOCO_REPLICA="1")
+    assert not launcher.read(replica).sigterm_leaves
+    assert launcher.read({**replica, "NOLOCO_SIGTERM": "leave"}).sigterm_leaves
+    with pytest.raises(LaunchError, match="a launch of its own for each replica"):
+        launcher.read(torchrun(0, 8, NOLOCO_SIGTERM="leave"))
+    with pytest.raises(LaunchError, match='"stop" ends the run, and "leave" this replica alone'):
+        launcher.read({**replica, "NOLOCO_SIGTERM": "quit"})
