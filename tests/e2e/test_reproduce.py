@@ -12,7 +12,7 @@ import torch
 
 from noloco_mega import config as configs
 from noloco_mega.data.loader import open_loader
-from noloco_mega.lab import matrix, tables
+from noloco_mega.lab import matrix
 from noloco_mega.lab.loop import simulate
 from noloco_mega.lab.record import STATE
 from noloco_mega.lab.simulation import Simulation
@@ -98,14 +98,16 @@ def test_a_distributed_cell(text_data, tmp_path):
         distributed_inner_steps=5,
     )
     folder = reproduce.Folder(tmp_path, scale, text_data)
-    reproduce.run_cells(folder)
-    cell = matrix.cells(scale)[-1]
-    result = folder.results[cell.name]
+    tuning, _, cell = matrix.cells(scale)
+    folder.results[tuning.name] = {"replicas": [1.0], "diverged_step": None}
+    with reproduce.locked(tmp_path) as lock:
+        workers = reproduce.Workers(folder, lock)
+        workers.run([cell], 1)
+    assert not workers.failed
+    result = json.loads((tmp_path / f"{cell.name}.json").read_text())
+    assert result["rate"] == tuning.rate and result["seconds"] > 0
     assert result["sent_bytes_per_replica"] == 2 * 4 * folder.parameters
     last = [row for row in read_rows(tmp_path / "runs" / cell.name / "metrics.jsonl") if row["step"] == 10]
-    assert [row["val_loss"] for row in last if row["val_loss"]] == pytest.approx(result["replicas"], abs=1e-4)
-    assert tables.perplexity(result) > 1
-    (folder.directory / f"{cell.name}.json").unlink()
-    again = reproduce.Folder(tmp_path, scale, text_data)
-    reproduce.run_cells(again)
-    assert again.results[cell.name]["replicas"] == result["replicas"]
+    assert sorted(row["val_loss"] for row in last if row["val_loss"]) == pytest.approx(
+        sorted(result["replicas"]), abs=1e-4
+    )
