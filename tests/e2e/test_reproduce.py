@@ -99,7 +99,7 @@ def test_a_distributed_cell(text_data, tmp_path):
     )
     folder = reproduce.Folder(tmp_path, scale, text_data)
     tuning, _, cell = matrix.cells(scale)
-    folder.results[tuning.name] = {"replicas": [1.0], "diverged_step": None}
+    folder.results[tuning.name] = {"replicas": [1.0], "diverged_step": None, "seconds": 1.0}
     with reproduce.locked(tmp_path) as lock:
         workers = reproduce.Workers(folder, lock)
         workers.run([cell], 1)
