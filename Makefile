@@ -4,12 +4,14 @@ BIN := $(VENV)/bin
 SLOW := .venv-slow
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: demo demo-short test test-cluster test-chaos test-slow test-unit lint install clean-demo help
+.PHONY: demo demo-short reproduce reproduce-quick test test-cluster test-chaos test-slow test-unit lint install clean-demo help
 
 help:
 	@echo "make demo       train a small model with NoLoCo on this machine, 4 replicas of 2 stages (about 5 minutes)"
 	@echo "make demo-short the same with less training, and its figures checked"
 	@echo "make clean-demo forget the demo's runs"
+	@echo "make reproduce  the paper's comparison at small scale, for docs/results.md (about 80 minutes, resumable)"
+	@echo "make reproduce-quick  a small part of it (10 minutes), and a check of all-reduce <= NoLoCo < local"
 	@echo "make test       linters, type checker, unit, multi-process and end-to-end tests (under 8 minutes on 2 cores)"
 	@echo "make test-slow  what make test leaves out for its time or its libraries (requirements-slow.txt, in $(SLOW))"
 	@echo "make test-cluster  SLURM, the launchers and MPI; installs SLURM (as root, from Debian) and MPICH (under .venv/cluster)"
@@ -34,6 +36,13 @@ clean-demo:
 
 demo-short: install
 	$(BIN)/python tools/demo.py --short --check
+
+reproduce: install
+	$(BIN)/python -m tools.reproduce
+	$(BIN)/python -m tools.reproduce --report
+
+reproduce-quick: install
+	$(BIN)/python -m tools.reproduce --quick
 
 lint: install
 	$(BIN)/ruff check .
