@@ -54,6 +54,7 @@ def killed_in_the_middle(folder, cell):
     return config
 
 
+@pytest.mark.slow
 def test_a_killed_cell_goes_on_and_a_finished_one_is_not_run_again(text_data, tmp_path, monkeypatch, capsys):
     tuning, cell = matrix.cells(TINY)
     folder = reproduce.Folder(tmp_path / "killed", TINY, text_data)

@@ -92,7 +92,9 @@ def test_a_simulation_follows_the_distributed_run(tiny, tmp_path, optimizer, sta
         assert real.lr == pytest.approx(simulated_.lr)
 
 
-@pytest.mark.parametrize("optimizer", ["noloco", "diloco", "allreduce"])
+@pytest.mark.parametrize(
+    "optimizer", ["noloco", *(pytest.param(name, marks=pytest.mark.slow) for name in ("diloco", "allreduce"))]
+)
 def test_an_interrupted_simulation_goes_on_exactly(tiny, optimizer):
     raw = tiny(
         topology={"replicas": 3}, noloco__inner_steps=3, noloco__optimizer=optimizer, run__log_every=2, run__steps=10,
