@@ -67,7 +67,7 @@ def test_a_killed_replica_costs_one_step_and_random_routes_return(tiny, tmp_path
 def test_a_restarted_replica_joins_from_a_live_one(tiny, tmp_path):
     """Though its own folder holds what it wrote before; it is paired and routed again, on the run's step."""
     raw = tiny(run__steps=150, **QUICK)
-    with launched(raw, tmp_path) as ranks:
+    with launched(raw, tmp_path, step_seconds=[0.05] * 4) as ranks:
         wait_for_step(raw, 12, ranks)
         for process in ranks.processes[2:4]:
             process.kill()
@@ -229,10 +229,11 @@ def test_a_run_begins_with_the_replicas_that_are_there(tiny, tmp_path):
     assert {w.manifest["step"] for w in weights(raw)} == {150} and len(weights(raw)) == 4
 
 
+@pytest.mark.slow
 def test_a_replica_that_is_asked_to_leave_does_so_alone_and_comes_back(tiny, tmp_path):
     """SIGUSR1 to one of its ranks: it saves and ends, the others go on at once, and its next start joins them."""
     raw = tiny(run__steps=150, run__save_every=1000, run__resume="newest", **QUICK)
-    with launched(raw, tmp_path) as ranks:
+    with launched(raw, tmp_path, step_seconds=[0.15] * 4) as ranks:
         wait_for_step(raw, 12, ranks)
         os.kill(ranks.processes[3].pid, signal.SIGUSR1)  # not the leader of replica 1
         for process in ranks.processes[2:4]:

@@ -153,6 +153,7 @@ def test_the_inner_data_axis_changes_nothing_but_the_layout(tiny, tmp_path):
     np.testing.assert_allclose(losses["tensor"], losses["one"], rtol=2e-5)
 
 
+@pytest.mark.slow
 def test_bf16_follows_fp32(tiny, tmp_path):
     common = {"topology__replicas": 2, "run__steps": 20}
     fp32 = run(tiny(run__name="fp32", **common), tmp_path)
@@ -204,6 +205,7 @@ def test_replicas_of_different_topologies_refuse_each_other_at_once(tiny, tmp_pa
         server.close()
 
 
+@pytest.mark.slow
 def test_one_rendezvous_serves_one_start_after_another(tiny, tmp_path):
     server = RendezvousServer(SECRET.encode())
     address = "{}:{}".format(*server.address)
