@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -21,6 +21,7 @@ import torch
 
 from noloco_mega.comm.exchange import AFTER_TRAINING, Received
 from noloco_mega.engine.weights import Masters
+from noloco_mega.outer.base import parts
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -32,7 +33,6 @@ LONGER = 0.1
 """Of the deadline, added in each round: who waits for one that waits in vain, a round earlier, must outlast it."""
 PATIENCE = 2
 """A partner that has been missed so often is not waited for any more."""
-CHUNK_ELEMENTS = 1 << 22
 
 
 class Weights(Protocol):
@@ -150,7 +150,7 @@ def _spread(own: Sequence[torch.Tensor], others: Sequence[Sequence[torch.Tensor]
 def _squared_distance(own: Sequence[torch.Tensor], other: Sequence[torch.Tensor] | None) -> float:
     """Σ (θ − other)², or Σ θ²."""
     total = 0.0
-    for index, part in _parts(own):
+    for index, part in parts(own):
         difference = own[index][part]
         if other is not None:
             difference = difference - other[index][part].to(difference.device)
@@ -160,14 +160,8 @@ def _squared_distance(own: Sequence[torch.Tensor], other: Sequence[torch.Tensor]
 
 def _average(own: Sequence[torch.Tensor], others: Sequence[Sequence[torch.Tensor]]) -> None:
     """θ becomes the mean over the group. In a pair both get the same bits."""
-    for index, part in _parts(own):
+    for index, part in parts(own):
         theta = own[index][part]
         for other in others:
             theta.add_(other[index][part].to(theta.device))
         theta.div_(1 + len(others))
-
-
-def _parts(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, slice]]:
-    for index, tensor in enumerate(tensors):
-        for start in range(0, tensor.numel(), CHUNK_ELEMENTS):
-            yield index, slice(start, start + CHUNK_ELEMENTS)
