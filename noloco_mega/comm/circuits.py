@@ -38,6 +38,11 @@ class Formed:
     """Gives the links: at once where they are formed already. Raises LinkBroken."""
     close: Callable[[], None]
 
+    @classmethod
+    def with_links(cls, number: int, members: Sequence[int], links: Links) -> Formed:
+        """One whose links are there."""
+        return cls(number, tuple(members), lambda: links, links.close)
+
 
 class Circuits:
     """One rank's circuits. `form` and `break_off` are safe to call from any thread; the loop's own calls the rest."""
@@ -66,8 +71,7 @@ class Circuits:
 
     def join(self, number: int, members: Sequence[int], store: dist.Store) -> None:
         """Form a circuit now and enter it. Collective over its members. Raises LinkBroken."""
-        links = self._links(members, store)
-        self._formed[number] = Formed(number, tuple(members), lambda: links, links.close)
+        self._formed[number] = Formed.with_links(number, members, self._links(members, store))
         self._take(number)
 
     def form(self, number: int, members: Sequence[int], store: Address, done: Callable[[str | None], None]) -> None:
@@ -143,7 +147,7 @@ class Circuits:
         if formed is None:
             raise LinkBroken(f"circuit {number} was not formed here")
         links = formed.open()
-        self._keep(Formed(number, formed.members, lambda: links, links.close))
+        self._keep(Formed.with_links(number, formed.members, links))
         self.current = site_circuit(RandomRoutes(self._seed, formed.members), links, formed.members, self._grid.stages)
 
     def _keep(self, formed: Formed) -> bool:
@@ -165,8 +169,7 @@ class Circuits:
             if self._device.is_cuda:
                 formed = Formed(number, members, lambda: self._links(members, store), lambda: None)
             else:
-                links = self._links(members, store)
-                formed = Formed(number, members, lambda: links, links.close)
+                formed = Formed.with_links(number, members, self._links(members, store))
         except (OSError, RuntimeError, LinkBroken) as error:  # what a store raises is a RuntimeError
             done(str(error).splitlines()[0])
             return

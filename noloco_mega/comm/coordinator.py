@@ -297,8 +297,8 @@ class Coordinator:
 
     def _over(self, dead: dict[int, str], members: tuple[int, ...]) -> bool:
         """Whether the only members missing are those that have ended as they should: after the run's last step."""
-        standings = [self._roster.standing(replica) for replica in members if replica in dead]
-        return all(standing is not None and standing.leaving for standing in standings)
+        missing = self._roster.standings(replica for replica in members if replica in dead)
+        return all(standing.leaving for standing in missing.values())
 
     # Who is present
 
@@ -307,7 +307,7 @@ class Coordinator:
         able = self._roster.able()
         if not able or able[0] != self._plan.replica:
             return
-        standings = {r: standing for r in able if (standing := self._roster.standing(r)) is not None}
+        standings = self._roster.standings(able)
         number, latest = self._roster.own.present, max(standing.present for standing in standings.values())
         # Somebody else may have spoken while it saw nobody lower, and what it said is to be put right.
         changed = set(able) != set(self._present) or latest > number
@@ -366,9 +366,8 @@ class Coordinator:
 
     def _watch(self) -> None:
         """A circuit that others are on, and this member has not been told to enter, has to end: they would wait."""
-        for replica in self._roster.able():
-            standing = self._roster.standing(replica)
-            number = LOCAL if standing is None else standing.circuit
+        for standing in self._roster.standings(self._roster.able()).values():
+            number = standing.circuit
             if self._plan.replica in self._members.get(number, ()) and number not in self._committed:
                 self._dissolve(number, True)
 
@@ -400,7 +399,7 @@ class Coordinator:
         members = self._wanted(now)
         if members is None or self._first_outer_step(members) * plan.inner_steps >= plan.steps:
             return
-        standings = [standing for r in members if (standing := self._roster.standing(r)) is not None]
+        standings = self._roster.standings(members).values()
         highest = max(max(s.circuit, s.highest_circuit) for s in standings)
         number = self._next_number(highest)
         stores = [serve_store(plan.host, timedelta(seconds=plan.form_seconds)) for _ in range(plan.columns)]
@@ -423,15 +422,15 @@ class Coordinator:
         members = tuple(r for r in self._roster.able() if r in self._plan.site and r not in self._spared)
         if not self._plan.routes or len(members) < 2 or members[0] != self._plan.replica:
             return None
-        numbers = {standing.circuit for r in members if (standing := self._roster.standing(r)) is not None}
+        numbers = {standing.circuit for standing in self._roster.standings(members).values()}
         settled = len(numbers) == 1 and self._members.get(*numbers) == members
         coming = self._proposal is not None and self._proposal.members == members
         return None if settled or coming else members
 
     def _first_outer_step(self, members: Sequence[int]) -> int:
         """The phase in which a circuit of these, agreed now, begins."""
-        begun = [standing.launched for r in members if (standing := self._roster.standing(r)) is not None]
-        return max(begun) + 1 + OUTER_STEPS_AHEAD
+        begun = max(standing.launched for standing in self._roster.standings(members).values())
+        return begun + 1 + OUTER_STEPS_AHEAD
 
     def _tell(self, replica: int, message: Message) -> None:
         if replica == self._plan.replica:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -104,17 +104,22 @@ class Roster:
         """Take a heartbeat; whether it is from a process that was not known before."""
         gone = replica in self.dead()
         with self._lock:
-            known = self._known.get(replica)
+            known, now = self._known.get(replica), time.monotonic()
+            launched, restarted = now, True
             if known is not None:
                 before = known.standing
-                same = standing.incarnation == before.incarnation
-                if standing.beat <= before.beat if same else standing.incarnation < before.incarnation and not gone:
+                restarted = standing.incarnation != before.incarnation
+                if (
+                    standing.incarnation < before.incarnation and not gone
+                    if restarted
+                    else standing.beat <= before.beat
+                ):
                     return False
-            now = time.monotonic()
-            same = known is not None and standing.launched == known.standing.launched
-            self._known[replica] = _Known(standing, now, known.launched if same and known is not None else now)
+                if standing.launched == before.launched:
+                    launched = known.launched
+            self._known[replica] = _Known(standing, now, launched)
             self._refused.discard(replica)
-            return known is None or known.standing.incarnation != standing.incarnation
+            return restarted
 
     def is_news(self, replica: int, incarnation: int) -> bool:
         """Whether this process of a replica's leader is none that was heard of, nor one from before."""
@@ -152,6 +157,10 @@ class Roster:
         with self._lock:
             known = self._known.get(replica)
         return None if known is None else known.standing
+
+    def standings(self, replicas: Iterable[int]) -> dict[int, Standing]:
+        """The standings of those of these replicas that were ever heard of, in the order given."""
+        return {replica: found for replica in replicas if (found := self.standing(replica)) is not None}
 
     def dead(self) -> dict[int, str]:
         """The replicas that were known and are not to be counted on, each with the reason."""

@@ -91,7 +91,7 @@ class Steering:
         self.suspected = False
         """Whether this replica's weights are to be looked at: it was on the way of several bad microbatches."""
         self._phase: tuple[int, float] = (-1, 0.0)
-        self.on_order: dict[str, Callable[[Message], None]] = {
+        self._on_order: dict[str, Callable[[Message], None]] = {
             "present": self._follow,
             "circuit": self._schedule,
             "cancel": self._cancel,
@@ -158,8 +158,8 @@ class Steering:
             links_good, not asked, not leaves, stop_step, orders, join
         )
         for order in self._orders.take(orders):
-            for kind in order.keys() & self.on_order.keys():
-                self.on_order[kind](order)
+            for kind in order.keys() & self._on_order.keys():
+                self._on_order[kind](order)
         if not good:
             join = STAY
         if lead is not None and good:
@@ -185,9 +185,7 @@ class Steering:
         if not sound:
             if self._lead is not None:
                 self._lead.coordinator.withdraw()
-            for number in self._circuits.withdraw():
-                if self._lead is not None:
-                    self._lead.coordinator.broken(number)
+            self._withdraw()
         return bool(sound)
 
     def donated(self) -> None:
@@ -203,7 +201,7 @@ class Steering:
         if self._lead is not None:
             roster, own = self._lead.roster, self._peers.replica
             able = [r for r in roster.able() if r != own and r not in but and r in self._peers.addresses]
-            standings = {r: standing for r in able if (standing := roster.standing(r)) is not None}
+            standings = roster.standings(able)
             choice = min(standings, key=lambda r: (-standings[r].launched, abs(r - own)), default=NEVER)
         return self._peers.agree(choice)[0]
 
@@ -222,9 +220,7 @@ class Steering:
         """This replica ends while the run goes on: nobody shall count on it, nor send microbatches its way."""
         if self._lead is not None:
             self._lead.coordinator.report(leaving=True)
-        for number in self._circuits.withdraw():
-            if self._lead is not None:
-                self._lead.coordinator.broken(number)
+        self._withdraw()
 
     def confirm_stop(self, step: int) -> bool:
         """At stop step `step`: whether all replicas stop here. Collective over the replica."""
@@ -237,6 +233,12 @@ class Steering:
             self._lead.coordinator.close()
         self._siblings.leave()
         self._circuits.close()
+
+    def _withdraw(self) -> None:
+        """Leave the circuit, and enter none that was agreed on: all of them end, for everybody."""
+        for number in self._circuits.withdraw():
+            if self._lead is not None:
+                self._lead.coordinator.broken(number)
 
     def _to_join(self, step: int) -> int:
         """On the leader: the outer step to end this phase for after inner step `step`, or STAY."""
@@ -270,9 +272,8 @@ class Steering:
             partners = self._peers.partners(outer_step, settings)
             if partners:
                 return roster.waits(partners, outer_step)
-            return (
-                None if furthest > outer_step else 0.0
-            )  # alone there is nobody to be late for, but for all the others
+            # Alone there is nobody to be late for, but for all the others.
+            return None if furthest > outer_step else 0.0
 
         return lag.outer_step_to_join(phase, furthest, waited, 0.5 * settings.exchange_deadline_seconds)
 
