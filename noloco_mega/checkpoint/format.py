@@ -239,5 +239,11 @@ def _write_whole(file: BinaryIO, data: memoryview) -> None:
     while data:
         start = file.tell()
         count = file.write(data[:WRITE_BYTES])
-        os.posix_fadvise(file.fileno(), start, count, os.POSIX_FADV_DONTNEED)
+        advise(file, "DONTNEED", start, count)
         data = data[count:]
+
+
+def advise(file: BinaryIO, how: str, start: int = 0, count: int = 0) -> None:
+    """Tell the kernel how `count` bytes of a file (0: all) will be used: POSIX_FADV_`how`, if the system can."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(file.fileno(), start, count, getattr(os, f"POSIX_FADV_{how}"))

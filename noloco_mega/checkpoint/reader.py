@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from noloco_mega.checkpoint.format import FORMAT, MANIFEST, CheckpointError, content_crc
+from noloco_mega.checkpoint.format import FORMAT, MANIFEST, CheckpointError, advise, content_crc
 from noloco_mega.comm.transfer import bytes_of
 from noloco_mega.model.parameters import Ranges
 
@@ -273,6 +273,7 @@ def _read_summed(path: Path, regions: Sequence[tuple[int, memoryview | None]]) -
     scratch = deque(memoryview(bytearray(spare)) for _ in range(CHUNKS_BEHIND + 1))
     behind: deque[Future[None]] = deque()
     with open(path, "rb", buffering=0) as file, ThreadPoolExecutor(1) as summing:
+        advise(file, "SEQUENTIAL")  # it reads further ahead
         for region, (size, target) in enumerate(regions):
             for start in range(0, size, CHUNK_BYTES):
                 stop = min(start + CHUNK_BYTES, size)

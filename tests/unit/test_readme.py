@@ -28,3 +28,11 @@ def test_links_lead_somewhere():
         for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
             if "://" not in target:
                 assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_programs_that_import_their_neighbours_are_started_as_modules():
+    """`python tools/X.py` does not find the folder `tools` itself."""
+    for path in (ROOT / "tools").rglob("*.py"):
+        text = path.read_text()
+        if re.search(r"^(from|import) tools\b", text, re.MULTILINE):
+            assert f"python {path.relative_to(ROOT)}" not in text, path

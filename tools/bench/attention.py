@@ -1,6 +1,6 @@
 """How fast and how large is our core attention next to megatron-core's unfused one? Both, side by side in one run.
 
-    python tools/bench/attention.py [--length 1024 --batch 2 --heads 12 --groups 12 --width 64 --rounds 5]
+    python -m tools.bench.attention [--length 1024 --batch 2 --heads 12 --groups 12 --width 64 --rounds 5]
 
 Time is the median over rounds of one forward and backward pass, the two modules taking turns. Memory is the highest
 resident set size of a pass above the one before it (glibc on Linux; the CPU's only).

@@ -1,6 +1,6 @@
 """How fast are checkpoints written and read, beside plain files? And for how long does training stand still for them?
 
-    python tools/bench/checkpoint.py [--megabytes 400] [--rounds 5] [--folder FOLDER] [--stall-steps 60]
+    python -m tools.bench.checkpoint [--megabytes 400] [--rounds 5] [--folder FOLDER] [--stall-steps 60]
 
 Throughput: one rank's state (five flat fp32 tensors) against the same bytes in one plain file on the same disk, taking
 turns, synced to disk and read back: with a cold cache, and again with a warm one, where a read is a copy in memory and

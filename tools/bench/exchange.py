@@ -1,6 +1,6 @@
 """How fast is our pair exchange, beside bare sockets and ZeroMQ? One run, two processes, loopback, taking turns.
 
-    python tools/bench/exchange.py [--megabytes 100] [--rounds 9]
+    python -m tools.bench.exchange [--megabytes 100] [--rounds 9]
 
 Prints the median over rounds of each way's GB/s per direction (both directions at once; the slower side counts) and its
 ratio to bare sockets. Ours connects and authenticates anew in every round and verifies a checksum; the others don't.

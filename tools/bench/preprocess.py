@@ -1,6 +1,6 @@
 """How fast is preprocessing, beside sentencepiece's own encoding of the same texts? One core, one run, by turns.
 
-    python tools/bench/preprocess.py [INPUT ... --tokenizer FILE] [--megabytes 12] [--rounds 3]
+    python -m tools.bench.preprocess [INPUT ... --tokenizer FILE] [--megabytes 12] [--rounds 3]
 
 Without inputs: the standard library's source, with a tokenizer of 8,192 tokens that is trained on it first. Prints the
 median over rounds of each one's MB/s (of text, in seconds of this process on the CPU, so that other load counts less)

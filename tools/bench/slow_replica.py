@@ -1,6 +1,6 @@
 """How much does one slow replica cost? NoLoCo against an all-reduce of every inner step, side by side.
 
-    python tools/bench/slow_replica.py [--replicas 8] [--steps 120] [--slowdown 4]
+    python -m tools.bench.slow_replica [--replicas 8] [--steps 120] [--slowdown 4]
 
 Each run trains the demo's model (its data must be there: `make demo` or `make demo-short` makes it) with one rank per
 replica, of which one is suspended for most of the time, so that it takes SLOWDOWN times longer for its steps. Printed
