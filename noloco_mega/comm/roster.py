@@ -189,6 +189,10 @@ class Roster:
             own = [self.replica] if mine.ready and mine.well and mine.sound and not mine.leaving else []
         return tuple(sorted([*others, *own]))
 
+    def lower(self, replica: int) -> list[int]:
+        """The able replicas that speak before this one."""
+        return [able for able in self.able() if able < replica]
+
     def waits(self, replicas: Sequence[int], outer_step: int) -> float | None:
         """For how many seconds the first of these replicas has been in outer step `outer_step`: 0 if none has come yet,
         or none lives; None if all that live are past it."""
