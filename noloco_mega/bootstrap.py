@@ -319,7 +319,10 @@ class Connection:
         if self.leads:
             self.leaders.connect(addresses)
             roster = Roster(
-                replica, self._standing(replica, time.time_ns(), not self.joins), settings.heartbeat_seconds
+                replica,
+                self._standing(replica, time.time_ns(), not self.joins),
+                settings.heartbeat_seconds,
+                self.leaders.refused,
             )
             for other in self.members:
                 if other != replica:

@@ -72,7 +72,7 @@ class Coordinator:
         }
         for kind, handler in handlers.items():
             leaders.subscribe(kind, functools.partial(self._post, handler))
-        leaders.on_gone.append(lambda: self._post(self._heartbeats.refused))
+        leaders.on_refused.append(self._wake)
         self._wanted_haste: tuple[int, int] | None = None
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="control", daemon=True)
@@ -126,7 +126,7 @@ class Coordinator:
         self._roster.say(leaving=True)
         self._post(self._heartbeats.beat)
         self._closed.set()
-        self._post(lambda: None)
+        self._wake()
         if self._thread.is_alive():
             self._thread.join()
         self._leaders.flush()
@@ -141,6 +141,10 @@ class Coordinator:
 
     def _post(self, handler: Callable[..., None], *arguments: Any) -> None:
         self._events.put((handler, arguments))
+
+    def _wake(self) -> None:
+        """Let the thread tick now."""
+        self._post(lambda: None)
 
     def _run(self) -> None:
         while True:

@@ -79,11 +79,6 @@ class Heartbeats:
                 self._leaders.learn(replica, (str(host), int(port)))
                 self._leaders.tell(replica, "alive", self._message())
 
-    def refused(self) -> None:
-        """A leader's host has refused a connection."""
-        for replica in self._leaders.gone:
-            self._roster.refused(replica)
-
     def back(self, seconds: float) -> None:
         """This process did not run for a while: what it heard last is old, and others may have gone on without it."""
         self._roster.forgive()

@@ -28,7 +28,8 @@ class Replica:
         self.refuses, self.formings, self.given_up = False, 0, set()
         self.leaders = Leaders(replica, self.listener, SECRET, "run")
         self.leaders.connect({r: listeners[r].address for r in members})
-        self.roster = Roster(replica, self._standing(listeners, replica, incarnation, ready), BEAT_SECONDS)
+        own = self._standing(listeners, replica, incarnation, ready)
+        self.roster = Roster(replica, own, BEAT_SECONDS, self.leaders.refused)
         for other in members:
             if other != replica:
                 self.roster.hear(other, self._standing(listeners, other, 0, True))
@@ -120,6 +121,7 @@ def test_a_death_ends_the_circuit_and_brings_a_new_one_without_the_dead(fleet):
     replicas[0].die()
     living = replicas[1:]
     until(lambda: all(replica.present() == (1, 2, 3) for replica in living))
+    assert all(replica.roster.dead() == {0: "its process has ended"} for replica in living)
     assert all(replica.broken[0] == 4 for replica in living), "the first circuit's number is 4 + 0"
     for replica in living:
         replica.enter(0, 75)  # as the loop does when its link breaks
