@@ -30,17 +30,19 @@ from noloco_mega.comm.channel import Listener
 from noloco_mega.comm.circuits import LOCAL, Circuits
 from noloco_mega.comm.collective import Collective, open_collective
 from noloco_mega.comm.control import Leaders, StopAgreement
-from noloco_mega.comm.coordinator import UNKNOWN, Coordinator, Plan
+from noloco_mega.comm.coordinator import Coordinator
 from noloco_mega.comm.exchange import Exchange
 from noloco_mega.comm.links import LinkBroken
 from noloco_mega.comm.membership import Peers, addresses_of, refuse_differences
 from noloco_mega.comm.muster import LOOK_SECONDS, Muster
 from noloco_mega.comm.orders import Orders
+from noloco_mega.comm.presence import UNKNOWN
 from noloco_mega.comm.rendezvous import Record, RendezvousClient, RendezvousServer, StartFailed
 from noloco_mega.comm.roster import Roster, Standing
 from noloco_mega.comm.siblings import Siblings
 from noloco_mega.comm.steering import Lead, Steering
 from noloco_mega.comm.stores import shared_store
+from noloco_mega.comm.terms import Terms
 from noloco_mega.comm.wire import Address, Message
 from noloco_mega.config import Config
 from noloco_mega.entry import TRY_AGAIN
@@ -317,12 +319,15 @@ class Connection:
         if self.leads:
             self.leaders.connect(addresses)
             roster = Roster(
-                replica, self._standing(replica, time.time_ns(), not self.joins), settings.heartbeat_seconds
+                replica,
+                self._standing(replica, time.time_ns(), not self.joins),
+                settings.heartbeat_seconds,
+                self.leaders.refused,
             )
             for other in self.members:
                 if other != replica:
                     roster.hear(other, self._standing(other, 0, True))
-            plan = Plan(
+            terms = Terms(
                 replica=replica,
                 replicas=topology.replicas,
                 site=topology.site_of(replica),
@@ -337,7 +342,7 @@ class Connection:
                 host=self._host,
             )
             coordinator = Coordinator(
-                plan,
+                terms,
                 self.leaders,
                 roster,
                 self._siblings,

@@ -57,7 +57,7 @@ class Completion:
         self._known: dict[int, set[int]] = {}
         self._complete = complete
         leaders.subscribe(self.KIND, self._on_message)
-        leaders.on_gone.append(self._look_again)
+        leaders.on_refused.append(self._look_again)
 
     def saved(self, step: int) -> None:
         """This replica's `step` is on disk."""

@@ -38,10 +38,11 @@ class Leaders:
         self._leaders: dict[int, Address] = {}
         self._under_way: set[threading.Thread] = set()
         self._starting = threading.Lock()
-        self.gone: set[int] = set()
-        """The replicas whose leader's process is known to have ended."""
-        self.on_gone: list[Callable[[], None]] = []
-        """Called whenever `gone` grows, from a thread of its own."""
+        self.refused: dict[int, Address] = {}
+        """Where a replica's leader listened that has refused a connection since it was last heard of. The roster, which
+        knows whom it hears, takes them out."""
+        self.on_refused: list[Callable[[], None]] = []
+        """Called after every refusal, from a thread of its own."""
 
     def connect(self, leaders: Mapping[int, Address]) -> None:
         """Learn where the other replicas' leaders listen."""
@@ -50,7 +51,11 @@ class Leaders:
     def learn(self, replica: int, where: Address) -> None:
         """A replica has come, or has come back, and its leader listens there."""
         self._leaders = {**self._leaders, replica: where}
-        self.gone.discard(replica)
+
+    @property
+    def gone(self) -> set[int]:
+        """The replicas whose leader's process has ended, with no other one known in its place."""
+        return {replica for replica, where in dict(self.refused).items() if self._leaders.get(replica) == where}
 
     @property
     def others(self) -> tuple[int, ...]:
@@ -99,8 +104,8 @@ class Leaders:
             # Its listener existed when the replicas met: the process is gone, and not to be waited for. It may have
             # come back, elsewhere, while we were trying.
             if self._leaders.get(replica) == where:
-                self.gone.add(replica)
-                for notify in self.on_gone:
+                self.refused[replica] = where
+                for notify in self.on_refused:
                     notify()
         except OSError:
             pass  # silent for whatever reason: news may be missed
@@ -121,7 +126,7 @@ class StopAgreement:
         self._decided_through = 0
         self._arrived: dict[int, int] = {}
         leaders.subscribe(self.KIND, self._on_message)
-        leaders.on_gone.append(self._look_again)
+        leaders.on_refused.append(self._look_again)
 
     def decide(self, step: int) -> int:
         """The stop step known now, which settles whether to stop at `step` + 1 or before; NEVER if none is known."""

@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from noloco_mega.comm.terms import count
 from noloco_mega.comm.wire import Message
 from noloco_mega.plan.lag import STAY
 
@@ -59,6 +60,15 @@ class Hurry:
             haste = self._haste = _Haste(number, step + MARGIN, outer_step, frozenset(members) - {self._replica})
         for member in haste.others:
             self._tell(member, {"hurry": number, "at": haste.at, "outer": outer_step})
+
+    def heard(self, sender: int, message: Message) -> None:
+        """A message of the lowest member's, or of another one's to the lowest."""
+        if "hurry" in message:
+            self.asked(sender, *(count(message[key]) for key in ("hurry", "at", "outer")))
+        elif "able" in message:
+            self.able(sender, count(message["able"]), count(message["at"]))
+        elif "do" in message or "stay" in message:
+            self.told(count(message.get("do", message.get("stay"))), count(message["at"]), "do" in message)
 
     def asked(self, sender: int, number: int, at: int, outer_step: int) -> None:
         """The lowest member proposes."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -82,13 +82,16 @@ class _Known:
 class Roster:
     """What one leader knows of the others. All methods are safe to call from any thread."""
 
-    def __init__(self, replica: int, own: Standing, heartbeat_seconds: float) -> None:
+    def __init__(
+        self, replica: int, own: Standing, heartbeat_seconds: float, refused: MutableMapping[int, Address]
+    ) -> None:
+        """`refused`: the leaders whose host has refused a connection (Leaders.refused); who is heard is taken out."""
         self.replica = replica
         self.dead_after_seconds = DEAD_BEATS * heartbeat_seconds
         self._own = own
         self._lock = threading.Lock()
         self._known: dict[int, _Known] = {}
-        self._refused: set[int] = set()
+        self._refused = refused
 
     @property
     def own(self) -> Standing:
@@ -118,7 +121,7 @@ class Roster:
                 if standing.launched == before.launched:
                     launched = known.launched
             self._known[replica] = _Known(standing, now, launched)
-            self._refused.discard(replica)
+            self._refused.pop(replica, None)
             return restarted
 
     def is_news(self, replica: int, incarnation: int) -> bool:
@@ -138,11 +141,6 @@ class Roster:
                 for replica, known in self._known.items()
                 if replica not in dead
             }
-
-    def refused(self, replica: int) -> None:
-        """The leader's host refuses connections: its process is gone."""
-        with self._lock:
-            self._refused.add(replica)
 
     def forgive(self) -> None:
         """Count every silence from now on: this process itself did not run for a while."""
@@ -188,6 +186,10 @@ class Roster:
             mine = self._own
             own = [self.replica] if mine.ready and mine.well and mine.sound and not mine.leaving else []
         return tuple(sorted([*others, *own]))
+
+    def lower(self, replica: int) -> list[int]:
+        """The able replicas that speak before this one."""
+        return [able for able in self.able() if able < replica]
 
     def waits(self, replicas: Sequence[int], outer_step: int) -> float | None:
         """For how many seconds the first of these replicas has been in outer step `outer_step`: 0 if none has come yet,

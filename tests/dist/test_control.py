@@ -120,4 +120,7 @@ def test_a_leader_that_is_gone_is_not_waited_for():
     began = time.monotonic()
     agreement.propose(3)
     assert agreement.confirm(5, timeout_seconds=60.0) and time.monotonic() - began < 30
+    assert line.gone == line.refused.keys() == {1}
+    line.learn(1, listener.address)  # it has come back elsewhere
+    assert not line.gone
     listener.close()

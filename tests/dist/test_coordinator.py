@@ -9,8 +9,9 @@ import pytest
 from noloco_mega.comm.channel import Listener
 from noloco_mega.comm.circuits import LOCAL, Circuits
 from noloco_mega.comm.control import Leaders
-from noloco_mega.comm.coordinator import Coordinator, Plan
+from noloco_mega.comm.coordinator import Coordinator
 from noloco_mega.comm.roster import Roster, Standing
+from noloco_mega.comm.terms import Terms
 
 SECRET = b"a secret for this test only"
 BEAT_SECONDS = 0.3
@@ -27,16 +28,17 @@ class Replica:
         self.refuses, self.formings, self.given_up = False, 0, set()
         self.leaders = Leaders(replica, self.listener, SECRET, "run")
         self.leaders.connect({r: listeners[r].address for r in members})
-        self.roster = Roster(replica, self._standing(listeners, replica, incarnation, ready), BEAT_SECONDS)
+        own = self._standing(listeners, replica, incarnation, ready)
+        self.roster = Roster(replica, own, BEAT_SECONDS, self.leaders.refused)
         for other in members:
             if other != replica:
                 self.roster.hear(other, self._standing(listeners, other, 0, True))
-        plan = Plan(
+        terms = Terms(
             replica=replica, replicas=replicas, site=tuple(range(replicas)), routes=True, heals=True, columns=1, ranks=1,
             inner_steps=INNER_STEPS, steps=10_000, heartbeat_seconds=BEAT_SECONDS, form_seconds=5.0, host="127.0.0.1",
         )  # fmt: skip
         self.coordinator = Coordinator(
-            plan, self.leaders, self.roster, self, self, self, self.form,
+            terms, self.leaders, self.roster, self, self, self, self.form,
             lambda replica, _: self.given_up.add(replica), self.given_up.discard, self.events.append,
         )  # fmt: skip
         present = ((replica,), -1) if not ready else (tuple(members), 0)
@@ -119,6 +121,7 @@ def test_a_death_ends_the_circuit_and_brings_a_new_one_without_the_dead(fleet):
     replicas[0].die()
     living = replicas[1:]
     until(lambda: all(replica.present() == (1, 2, 3) for replica in living))
+    assert all(replica.roster.dead() == {0: "its process has ended"} for replica in living)
     assert all(replica.broken[0] == 4 for replica in living), "the first circuit's number is 4 + 0"
     for replica in living:
         replica.enter(0, 75)  # as the loop does when its link breaks
@@ -144,7 +147,7 @@ def test_who_cannot_form_a_circuit_is_left_out_and_stays_present(fleet):
 
 def test_a_commit_that_is_lost_ends_the_circuit_for_all(fleet):
     replicas = fleet(2)
-    replicas[1].coordinator._commit = lambda *_: None
+    replicas[1].coordinator._circuits._commit = lambda *_: None
     for replica in replicas:
         replica.coordinator.broken(2)
         replica.enter(0, 5)
@@ -158,7 +161,7 @@ def test_one_that_did_not_run_for_a_while_is_told_who_is_present(fleet):
     """It stays by itself until the lowest has told it; and it takes nobody for dead because of its own pause."""
     replicas = fleet(3)
     back = replicas[2].coordinator
-    back._post(lambda: back._back(100.0))
+    back._post(back._heartbeats.back, 100.0)
     until(lambda: replicas[2].present() == (0, 1, 2))
     assert [order["present"] for order in replicas[2].orders] == [[2], [0, 1, 2]]
     assert all(replica.roster.able() == (0, 1, 2) for replica in replicas)
@@ -225,7 +228,7 @@ def test_the_members_of_a_circuit_end_a_phase_at_the_same_step(fleet, deaf):
     replicas = fleet(3)
     stopped = {}
     if deaf:
-        replicas[2].coordinator._hurry.told = lambda *_: None
+        replicas[2].coordinator._circuits._hurry.told = lambda *_: None
     threads = [
         threading.Thread(target=count_steps, args=(replica, 3, ahead, 10 if ahead else 1000, stopped), daemon=True)
         for replica, ahead in zip(replicas, (0, 1, 0), strict=True)

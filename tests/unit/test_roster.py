@@ -14,8 +14,13 @@ def standing(incarnation=1, beat=1, **more):
 
 
 @pytest.fixture
-def roster():
-    return Roster(0, standing(), heartbeat_seconds=0.05)
+def refused():
+    return {}
+
+
+@pytest.fixture
+def roster(refused):
+    return Roster(0, standing(), heartbeat_seconds=0.05, refused=refused)
 
 
 def test_a_standing_survives_its_message(roster):
@@ -47,16 +52,16 @@ def test_beats_that_were_overtaken_and_processes_from_before_are_dropped(roster)
     assert roster.hear(1, standing(incarnation=6, beat=1, step=10)), "it was started again"
 
 
-def test_a_restart_on_a_machine_whose_clock_is_behind_is_heard_once_the_first_is_dead(roster):
+def test_a_restart_on_a_machine_whose_clock_is_behind_is_heard_once_the_first_is_dead(roster, refused):
     roster.hear(1, standing(incarnation=5))
-    roster.refused(1)
+    refused[1] = HERE
     assert roster.hear(1, standing(incarnation=2)) and 1 in roster.able()
 
 
-def test_silence_refusal_illness_and_farewell_take_a_replica_out(roster):
+def test_silence_refusal_illness_and_farewell_take_a_replica_out(roster, refused):
     for replica in range(1, 6):
         roster.hear(replica, standing())
-    roster.refused(1)
+    refused[1] = HERE
     roster.hear(2, standing(beat=2, well=False))
     roster.hear(3, standing(beat=2, sound=False))
     roster.hear(4, standing(beat=2, leaving=True))
@@ -68,7 +73,7 @@ def test_silence_refusal_illness_and_farewell_take_a_replica_out(roster):
     assert 5 not in roster.dead(), "this process had not run itself"
 
 
-def test_how_long_partners_wait(roster):
+def test_how_long_partners_wait(roster, refused):
     roster.hear(1, standing(launched=3))
     roster.hear(2, standing(launched=4))
     time.sleep(0.05)
@@ -76,6 +81,6 @@ def test_how_long_partners_wait(roster):
     assert roster.waits((1,), 3) >= 0.05, "counted from when it began, not from the last beat"
     assert roster.waits((1,), 4) == 0.0, "it has not come there"
     assert roster.waits((1,), 2) is None and roster.waits((1, 2), 3) >= 0.05
-    roster.refused(1)
+    refused[1] = HERE
     assert roster.waits((1,), 3) == 0.0 and roster.waits((1,), 2) == 0.0, "a dead one hurries nobody"
     assert roster.furthest() == 4
