@@ -348,9 +348,8 @@ class Connection:
                 self._siblings,
                 self._circuits,
                 orders,
+                peers.exchange,
                 self._form,
-                peers.exchange.give_up,
-                peers.exchange.expect,
                 self._warn,
             )
             self._coordinator = coordinator
@@ -368,7 +367,7 @@ class Connection:
         return Standing(incarnation=incarnation, beat=0, ranks=where, ready=ready, circuit=self._first_circuit)
 
     def _heard(self, rank: int, message: Message) -> None:
-        """A sibling's message; from the leader it is about circuits, and about replicas that died."""
+        """A sibling's message; from the leader it is about circuits, and about how far other replicas are."""
         if "form" in message:
             self._form(message)
         elif "break" in message:
@@ -377,6 +376,8 @@ class Connection:
             self._exchange.give_up(message["dead"], message["reason"])
         elif "back" in message:
             self._exchange.expect(message["back"])
+        elif "reached" in message:
+            self._exchange.reached(message["reached"], message["outer_step"])
         elif self._coordinator is not None:
             self._coordinator.heard(rank, message)
 

@@ -58,6 +58,8 @@ class CircuitProtocol:
         """Of the circuits that this replica is a member of and that are not over, by number."""
         self._committed: set[int] = set()
         self._dissolved: set[int] = set()
+        self.entered = LOCAL
+        """The last circuit that this replica has routed on, or does. Set by the training loop."""
         self._forming: dict[int, _Forming] = {}
         self._proposals = Proposals(terms, roster, self._tell, self.dissolve)
         self._hurry = Hurry(terms.replica, self._tell, broken)
@@ -67,6 +69,7 @@ class CircuitProtocol:
         self._members[number] = tuple(members)
         self._committed.add(number)
         self._roster.say(circuit=number, highest_circuit=number)
+        self.entered = number
 
     def tick(self) -> None:
         """Dissolve the circuits that can't go on, and see to it that there is one."""
@@ -121,7 +124,7 @@ class CircuitProtocol:
         self._proposals.dissolved(number)
         if tell:
             self._leaders.broadcast("circuit", {"dissolved": number})
-        if number == self._roster.own.circuit:
+        if number == self.entered:  # though it may be on its own pipeline already
             # A member may be dying, which is known only later: the circuit that was to follow would cost a second step.
             for following in sorted(n for n in self._committed if n > number):
                 self.dissolve(following)

@@ -24,8 +24,9 @@ from typing import Any
 
 from noloco_mega.comm.bad_numbers import BadNumbers
 from noloco_mega.comm.circuit_protocol import CircuitProtocol
-from noloco_mega.comm.circuits import Circuits
+from noloco_mega.comm.circuits import LOCAL, Circuits
 from noloco_mega.comm.control import Leaders
+from noloco_mega.comm.exchange import Exchange
 from noloco_mega.comm.heartbeats import Heartbeats
 from noloco_mega.comm.orders import Orders
 from noloco_mega.comm.presence import Presence
@@ -46,20 +47,17 @@ class Coordinator:
         siblings: Siblings,
         circuits: Circuits,
         orders: Orders,
+        exchange: Exchange,
         form: Callable[[Message], None],
-        give_up: Callable[[int, str], None],
-        expect: Callable[[int], None],
         warn: Callable[[str], None],
     ) -> None:
-        """`form` forms a proposed circuit on this rank, `give_up` waits no longer for a dead replica, `expect` does
-        again (the siblings are told of all three by message)."""
+        """`form` forms a proposed circuit on this rank, whose `exchange` learns how far partners are and which of them
+        have died; the siblings are told of both by message."""
         self._leaders, self._roster = leaders, roster
         self._longest_wait_seconds = 0.5 * terms.heartbeat_seconds
         self._events: queue.SimpleQueue[tuple[Callable[..., None], tuple[Any, ...]]] = queue.SimpleQueue()
         self._presence = Presence(terms, leaders, roster, orders)
-        self._heartbeats = Heartbeats(
-            terms, leaders, roster, siblings, alone=self._presence.alone, give_up=give_up, expect=expect, warn=warn
-        )
+        self._heartbeats = Heartbeats(terms, leaders, roster, siblings, exchange, alone=self._presence.alone, warn=warn)
         self._circuits = CircuitProtocol(
             terms, leaders, roster, siblings, circuits, orders, form=form, broken=self.broken
         )  # fmt: skip
@@ -85,6 +83,8 @@ class Coordinator:
 
     def report(self, **standing: Any) -> None:
         """The training loop: this replica has come so far. Others learn of it at once if more than its step is new."""
+        if standing.get("circuit", LOCAL) != LOCAL:
+            self._circuits.entered = standing["circuit"]
         urgent = any(getattr(self._roster.own, key) != value for key, value in standing.items() if key != "step")
         self._roster.say(**standing)
         if urgent:

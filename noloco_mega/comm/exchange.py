@@ -180,6 +180,7 @@ class Exchange:
         self._parked: dict[tuple[int, int], _Caller] = {}  # by (outer step, partner): dialers of later outer steps
         self._channels: set[Channel] = set()
         self._given_up: dict[int, str] = {}  # dead partners, and why
+        self._reached: dict[int, int] = {}  # the outer steps of partners that are known to be further than this rank
         self._closed = False
         listener.register("exchange", self._arrived)
 
@@ -250,6 +251,12 @@ class Exchange:
         with self._lock:
             self._given_up.pop(partner, None)
 
+    def reached(self, partner: int, outer_step: int) -> None:
+        """A partner has begun this outer step: it will not come for an earlier one, and is missed there at once."""
+        with self._lock:
+            self._reached[partner] = outer_step
+            self._tell_passed_by(outer_step, partner)
+
     def close(self) -> None:
         """Stop: exchanges in flight end as Missed, dialers are refused from now on."""
         with self._lock:
@@ -278,6 +285,8 @@ class Exchange:
                     seat.put(reason)
                 elif (caller := self._parked.pop((outer_step, partner), None)) is not None:
                     seat.put(caller)
+                elif (reached := self._reached.get(partner, -1)) > outer_step:
+                    self._tell_passed_by(reached, partner)
             stale = [self._parked.pop(key) for key in list(self._parked) if key[0] <= outer_step]
         for caller in stale:
             self._turn_away(caller, self._stale(caller.hello))
@@ -334,7 +343,7 @@ class Exchange:
             self._latest_after_training = max(self._latest_after_training, outer_step)
 
     def _tell_passed_by(self, outer_step: int, partner: int) -> None:
-        """A partner that dials for a later outer step will not come for the earlier ones."""
+        """A partner that is at a later outer step will not come for the earlier ones."""
         for (waiting, replica), seat in self._seats.items():
             if replica == partner and waiting < outer_step:
                 seat.put(f"replica {partner} is at outer step {outer_step} already")

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 
 from noloco_mega.comm.control import Leaders
+from noloco_mega.comm.exchange import Exchange
 from noloco_mega.comm.roster import Roster, Standing
 from noloco_mega.comm.siblings import Siblings
 from noloco_mega.comm.terms import Terms
@@ -27,16 +28,17 @@ class Heartbeats:
         leaders: Leaders,
         roster: Roster,
         siblings: Siblings,
+        exchange: Exchange,
         *,
         alone: Callable[[], None],
-        give_up: Callable[[int, str], None],
-        expect: Callable[[int], None],
         warn: Callable[[str], None],
     ) -> None:
         """`alone` takes this replica out of the pairs; for the rest see Coordinator."""
         self._terms, self._leaders, self._roster, self._siblings = terms, leaders, roster, siblings
-        self._alone, self._give_up, self._expect, self._warn = alone, give_up, expect, warn
+        self._exchange, self._alone, self._warn = exchange, alone, warn
         self._mourned: set[int] = set()
+        self._ahead: dict[int, int] = {}
+        """The outer steps of those replicas that were found to be further than this one."""
         self._next_beat = 0.0
         self._ticked = time.monotonic()
 
@@ -74,6 +76,7 @@ class Heartbeats:
         if self._roster.hear(sender, standing):
             self._leaders.learn(sender, standing.ranks[0])
             self.beat()  # a newcomer knows nobody until somebody speaks to it
+        self._follow(sender, standing.launched)
         for replica, began, host, port in message["others"]:
             if 0 <= replica < self._terms.replicas and self._roster.is_news(replica, began):
                 self._leaders.learn(replica, (str(host), int(port)))
@@ -88,6 +91,17 @@ class Heartbeats:
             self._alone()
         self.beat()
 
+    def _follow(self, replica: int, launched: int) -> None:
+        """A replica that has begun a later outer step than this one is not waited for at the earlier ones.
+
+        One that was started again may be behind what it was ahead with.
+        """
+        told = self._ahead.get(replica, -1)
+        if launched != told and (launched > self._roster.own.launched or launched < told):
+            self._ahead[replica] = launched
+            self._siblings.tell({"reached": replica, "outer_step": launched})
+            self._exchange.reached(replica, launched)
+
     def _message(self) -> Message:
         others = [[replica, began, *where] for replica, (began, where) in self._roster.whereabouts().items()]
         return {**self._roster.say().message(), "others": others}
@@ -99,11 +113,11 @@ class Heartbeats:
             # Others may never have missed it, so that nobody announces its return.
             self._mourned.discard(replica)
             self._siblings.tell({"back": replica})
-            self._expect(replica)
+            self._exchange.expect(replica)
         for replica in dead.keys() - self._mourned:
             self._mourned.add(replica)
             standing = self._roster.standing(replica)
             self._siblings.tell({"dead": replica, "reason": dead[replica]})
-            self._give_up(replica, dead[replica])
+            self._exchange.give_up(replica, dead[replica])
             if standing is None or not standing.leaving:
                 self._warn(f"goes on without replica {replica}: {dead[replica]}")

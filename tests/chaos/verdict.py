@@ -71,16 +71,20 @@ class Verdict:
 
     def exchanges(self) -> list[tuple[Stamped, bool]]:
         """The exchanges between replicas that both lived, ran and reached each other: (row, whether it succeeded)."""
-        kinds, found = ("kill", "restart", "suspend", "cut", "part"), []
-        for stamped in self.rows:
-            row, partner = stamped.row, stamped.row["partner"]
-            if row["outer_step"] is None or partner is None:
-                continue
-            # From a step before its launch, when the pair was drawn, to its row.
-            begun = stamped.at - row["exchange_seconds"] - 2.0
-            if not any(self.out(replica, begun, stamped.at, kinds) for replica in (row["replica"], partner)):
-                found.append((stamped, row["missed"] == 0))
-        return found
+        return [(stamped, good) for stamped, good in self._attempts() if not self._disturbed(stamped)]
+
+    def _attempts(self) -> list[tuple[Stamped, bool]]:
+        """All exchanges: (row, whether it succeeded)."""
+        paired = [s for s in self.rows if s.row["outer_step"] is not None and s.row["partner"] is not None]
+        return [(stamped, stamped.row["missed"] == 0) for stamped in paired]
+
+    def _disturbed(self, exchange: Stamped) -> bool:
+        """Whether one of the pair was out of action."""
+        row = exchange.row
+        # From a step before its launch, when the pair was drawn, to its row.
+        begun = exchange.at - row["exchange_seconds"] - 2.0
+        kinds = ("kill", "restart", "suspend", "cut", "part")
+        return any(self.out(replica, begun, exchange.at, kinds) for replica in (row["replica"], row["partner"]))
 
     def redone_after(self, struck: Struck) -> dict[int, int]:
         """Inner steps that each other replica took twice between a death and the next event."""
@@ -93,14 +97,15 @@ class Verdict:
         }
 
     def met_after(self, struck: Struck) -> list[bool]:
-        """Of a replica that was started again: whether each of its first three exchanges with a live partner
-        succeeded. Shorter where it was struck anew before."""
+        """Of a replica that was started again: whether each of its first three exchanges succeeded, those apart that
+        failed because one of the pair was struck. Shorter where it was struck anew before."""
         replica = struck.event.replica
         again = [o.at for o in self.log if o.at > struck.at and replica in o.event.hits()]
         until = min(again, default=float("inf"))
         return [
-            good for stamped, good in self.exchanges()
+            good for stamped, good in self._attempts()
             if stamped.row["replica"] == replica and struck.at < stamped.at < until
+            if good or not self._disturbed(stamped)
         ][:3]  # fmt: skip
 
     def steps_trained(self) -> int:

@@ -25,7 +25,7 @@ class Replica:
         members = range(replicas) if members is None else members
         self.replica, self.listener = replica, listeners[replica]
         self.events, self.orders, self.broken = [], [], []
-        self.refuses, self.formings, self.given_up = False, 0, set()
+        self.refuses, self.formings, self.given_up, self.ahead = False, 0, set(), []
         self.leaders = Leaders(replica, self.listener, SECRET, "run")
         self.leaders.connect({r: listeners[r].address for r in members})
         own = self._standing(listeners, replica, incarnation, ready)
@@ -38,8 +38,7 @@ class Replica:
             inner_steps=INNER_STEPS, steps=10_000, heartbeat_seconds=BEAT_SECONDS, form_seconds=5.0, host="127.0.0.1",
         )  # fmt: skip
         self.coordinator = Coordinator(
-            terms, self.leaders, self.roster, self, self, self, self.form,
-            lambda replica, _: self.given_up.add(replica), self.given_up.discard, self.events.append,
+            terms, self.leaders, self.roster, self, self, self, self, self.form, self.events.append,
         )  # fmt: skip
         present = ((replica,), -1) if not ready else (tuple(members), 0)
         self.coordinator.start(*present, replicas if ready else 0, tuple(members))
@@ -50,7 +49,7 @@ class Replica:
             incarnation=incarnation, beat=0, ranks=(listeners[replica].address,), ready=ready, circuit=len(listeners)
         )  # fmt: skip
 
-    # As the siblings of a replica of one rank, its orders, and its circuits:
+    # As the siblings of a replica of one rank, its orders, its circuits, and its exchange:
     def tell(self, message):
         pass
 
@@ -62,6 +61,15 @@ class Replica:
 
     def give(self, order):
         self.orders.append(order)
+
+    def give_up(self, replica, reason):
+        self.given_up.add(replica)
+
+    def expect(self, replica):
+        self.given_up.discard(replica)
+
+    def reached(self, replica, outer_step):
+        self.ahead.append((replica, outer_step))
 
     def form(self, order):
         self.formings += 1
@@ -321,11 +329,30 @@ def test_a_circuit_that_ends_before_it_begins_is_not_entered(fleet):
     assert circuits.due is None and circuits.number == LOCAL
 
 
-def test_a_circuit_that_breaks_takes_along_the_one_that_was_to_follow(fleet):
-    """Whose death broke it is known only later."""
+@pytest.mark.parametrize("left", [False, True])
+def test_a_circuit_that_breaks_takes_along_the_one_that_was_to_follow(fleet, left):
+    """Whose death broke it is known only later. It does not matter whether training is on its own pipeline by then."""
     replicas = fleet(3)
     replicas[2].enter(0, 5)  # as after a step that it had to redo
     until(lambda: all(replica.circuits() for replica in replicas))
     number, _ = replicas[0].circuits()[0]
+    if left:
+        replicas[1].enter(LOCAL, 6)
     replicas[1].coordinator.broken(3)
     until(lambda: all({"cancel": number} in replica.orders for replica in replicas))
+
+
+def test_who_is_ahead_is_not_waited_for_and_one_that_starts_again_is(fleet):
+    replicas = fleet(2)
+    one, other = replicas
+    one.coordinator.report(launched=4)
+    until(lambda: other.ahead == [(0, 4)])
+    other.coordinator.report(launched=5)
+    until(lambda: one.ahead == [(1, 5)])
+    one.coordinator.report(launched=6)
+    until(lambda: other.ahead == [(0, 4), (0, 6)])
+    one.coordinator.report(launched=2)  # as a new process would
+    until(lambda: other.ahead == [(0, 4), (0, 6), (0, 2)])
+    one.coordinator.report(launched=3)
+    until(lambda: other.roster.standing(0).launched == 3)
+    assert len(other.ahead) == 3, "as far as this one, or behind"

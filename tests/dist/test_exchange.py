@@ -555,3 +555,21 @@ def test_a_partner_process_that_is_struck_in_the_middle_of_a_transfer_is_missed(
     assert outcome.seconds < LONG_SECONDS, "a death or silence is seen soon, not at the deadline"
     if blow == signal.SIGSTOP:
         assert "deadline passed while waiting for 127.0.0.1" in outcome.reason and outcome.seconds >= 2.0
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_a_partner_that_is_known_to_be_further_is_missed_at_once(members, before):
+    """Whether it is known before the launch or while that waits; who is not further is waited for."""
+    dialer, listener = members(0), members(1)
+    listener.exchange.reached(0, 2)
+    if before:
+        listener.exchange.reached(0, 3)
+    pending, _ = listener.launch(2, [torch.zeros(3)], {0: dialer.address})
+    if not before:
+        listener.exchange.reached(0, 3)
+    missed = pending.wait()[0]
+    assert isinstance(missed, Missed) and missed.seconds < LONG_SECONDS / 2
+    assert missed.reason == "replica 0 is at outer step 3 already"
+    pending, _ = listener.launch(3, [torch.zeros(3)], {0: dialer.address})
+    other, _ = dialer.launch(3, [torch.zeros(3)], {1: listener.address})
+    assert all(isinstance(outcome, Received) for outcome in (pending.wait()[0], other.wait()[1]))

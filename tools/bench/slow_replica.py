@@ -1,6 +1,6 @@
 """How much does one slow replica cost? NoLoCo against an all-reduce of every inner step, side by side.
 
-    python -m tools.bench.slow_replica [--replicas 8] [--steps 120] [--slowdown 4]
+    python -m tools.bench.slow_replica [--replicas 8] [--steps 60] [--slowdown 4]
 
 Each run trains the demo's model (its data must be there: `make demo` or `make demo-short` makes it) with one rank per
 replica, of which one is suspended for most of the time, so that it takes SLOWDOWN times longer for its steps. Printed
@@ -121,7 +121,7 @@ def run(arguments: argparse.Namespace) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--replicas", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--slowdown", type=float, default=4.0, help="how many times longer the slow replica takes")
     return guarded(run, parser.parse_args())
 
