@@ -336,8 +336,8 @@ def test_a_circuit_that_breaks_takes_along_the_one_that_was_to_follow(fleet, lef
     replicas[2].enter(0, 5)  # as after a step that it had to redo
     until(lambda: all(replica.circuits() for replica in replicas))
     number, _ = replicas[0].circuits()[0]
-    if left:
-        replicas[1].enter(LOCAL, 6)
+    for replica in replicas[:2] if left else ():
+        replica.enter(LOCAL, 6)
     replicas[1].coordinator.broken(3)
     until(lambda: all({"cancel": number} in replica.orders for replica in replicas))
 
