@@ -24,7 +24,8 @@ import torch.distributed as dist
 
 from noloco_mega import device as devices
 from noloco_mega import launcher, versions
-from noloco_mega.checkpoint.donation import Donated, Donor, RankShape, fetch
+from noloco_mega.checkpoint.donor import Donor
+from noloco_mega.checkpoint.joiner import Donated, RankShape, fetch
 from noloco_mega.comm import groups
 from noloco_mega.comm.channel import Listener
 from noloco_mega.comm.circuits import LOCAL, Circuits

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from noloco_mega.bootstrap import Connection
 from noloco_mega.checkpoint import resume
-from noloco_mega.checkpoint.donation import Donated, DonationFailed
 from noloco_mega.checkpoint.folders import Checkpoints
+from noloco_mega.checkpoint.joiner import Donated, DonationFailed
 from noloco_mega.checkpoint.reader import SavedReplica
 from noloco_mega.checkpoint.saver import Saver
 from noloco_mega.checkpoint.state import RankState
