@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from noloco_mega.comm.exchange import AFTER_TRAINING
+from noloco_mega.comm.seats import AFTER_TRAINING
 from noloco_mega.engine.weights import Masters
 from noloco_mega.outer.base import parts
 from noloco_mega.outer.group import GroupExchange, Swapped, mean
