@@ -9,7 +9,6 @@ form on a store of theirs, served by the site's lowest replica and needed only w
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import sys
@@ -17,14 +16,14 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
-from typing import Any
 
 import psutil
 import torch.distributed as dist
 
 from noloco_mega import device as devices
-from noloco_mega import launcher, versions
-from noloco_mega.checkpoint.donation import Donated, Donor, RankShape, fetch
+from noloco_mega import launcher
+from noloco_mega.checkpoint.donor import Donor
+from noloco_mega.checkpoint.joiner import Donated, RankShape, fetch
 from noloco_mega.comm import groups
 from noloco_mega.comm.channel import Listener
 from noloco_mega.comm.circuits import LOCAL, Circuits
@@ -33,11 +32,10 @@ from noloco_mega.comm.control import Leaders, StopAgreement
 from noloco_mega.comm.coordinator import Coordinator
 from noloco_mega.comm.exchange import Exchange
 from noloco_mega.comm.links import LinkBroken
-from noloco_mega.comm.membership import Peers, addresses_of, refuse_differences
-from noloco_mega.comm.muster import LOOK_SECONDS, Muster
+from noloco_mega.comm.membership import Peers
 from noloco_mega.comm.orders import Orders
 from noloco_mega.comm.presence import UNKNOWN
-from noloco_mega.comm.rendezvous import Record, RendezvousClient, RendezvousServer, StartFailed
+from noloco_mega.comm.rendezvous import RendezvousClient, RendezvousServer, StartFailed
 from noloco_mega.comm.roster import Roster, Standing
 from noloco_mega.comm.siblings import Siblings
 from noloco_mega.comm.steering import Lead, Steering
@@ -46,16 +44,13 @@ from noloco_mega.comm.terms import Terms
 from noloco_mega.comm.wire import Address, Message
 from noloco_mega.config import Config
 from noloco_mega.entry import TRY_AGAIN
+from noloco_mega.gathering import Gathering, run_id
 from noloco_mega.grid import Place
 from noloco_mega.outer import registry
 from noloco_mega.plan.views import View
 
 LOST_SECONDS = 10.0
 """How long a rank whose replica has lost another one may need to find out and say so, before its process is ended."""
-SETTLE_SECONDS = 5.0
-"""How long a run that may begin with fewer replicas waits for more, and for news of one that is under way."""
-RENEW_BEATS = 2
-"""Heartbeats between two looks whether the rendezvous still knows this rank."""
 
 
 class ReplicaLost(ConnectionError):  # noqa: N818
@@ -69,10 +64,6 @@ class Connection:
     """
 
     world: groups.ReplicaWorld
-    members: tuple[int, ...]
-    """The replicas that the run begins with; where it is under way, those that were found training."""
-    joins: bool
-    """Whether the run is under way and this replica joins it."""
     steering: Steering
     """What this rank does about the other replicas while it trains."""
     donor: Donor
@@ -118,19 +109,8 @@ class Connection:
             lost=self._lost,
         )
         self._ended = threading.Event()
-        self._met = False
-        enough = config.topology.start_replicas or config.topology.replicas
-        self._counted_on = enough == config.topology.replicas
-        """Whether the run can't begin without this replica, so that its failure is everybody's."""
-        self._muster = Muster(
-            self._client,
-            replica=place.replica,
-            replicas=config.topology.replicas,
-            ranks=self._grid.replica_size,
-            enough=enough,
-            settle_seconds=max(SETTLE_SECONDS, self._news_seconds),
-            timeout_seconds=config.noloco.rendezvous_timeout_seconds,
-        )
+        self.gathering = Gathering(config, place, self._client, self._listener.address)
+        """Which ranks make up the run."""
 
     @contextlib.contextmanager
     def reporting(self) -> Iterator[None]:
@@ -141,8 +121,7 @@ class Connection:
         except StartFailed:
             raise
         except (ValueError, OSError) as error:
-            if not self._met:
-                self._client.fail(self._place.replica, self._rank, str(error), of_run=self._counted_on)
+            self.gathering.failed(error)
             raise
         except (RuntimeError, LinkBroken) as error:
             if isinstance(error, LinkBroken | dist.DistError) or any(w in str(error) for w in ("gloo", "NCCL")):
@@ -150,30 +129,7 @@ class Connection:
             raise
         finally:
             self._ended.set()
-
-    def under_way(self) -> bool:
-        """Whether other replicas of this run are training already.
-
-        Where this replica has been here before and is not to resume, they must be: a rendezvous that was started anew
-        is given time to hear of them.
-        """
-        folder = self._config.replica_folder(self._place.replica)
-        patient = self._config.run.resume == "no" and folder.exists() and any(folder.iterdir())
-        deadline: float | None = None
-        while not (running := bool(self._muster.running())):
-            # From its first answer on: this look may itself have waited for it to come back.
-            deadline = deadline or time.monotonic() + patient * self._news_seconds
-            if time.monotonic() >= deadline:
-                break
-            time.sleep(LOOK_SECONDS)
-        if running:
-            self._counted_on = False
-        return running
-
-    @property
-    def _news_seconds(self) -> float:
-        """What a rendezvous that was started anew needs to hear of everybody who trains."""
-        return (RENEW_BEATS + 2) * self._config.noloco.heartbeat_seconds
+            self.gathering.end()
 
     def join(self) -> None:
         """Wait for the replicas that begin the run, and connect to the own replica and to the site's links.
@@ -182,13 +138,13 @@ class Connection:
         did not come, StartFailed as soon as one of them says so, ConnectionError if links can't be made.
         """
         place, grid = self._place, self._grid
-        self._started = self._gather_starts()
+        self.gathering.start()
         store = self._store("store", place.replica, serves=self.leads)
         # A rank may enter a collective while a sibling still waits for a link: that wait must end first.
         self.world = groups.start_replica(grid, place, self._device, store, 2 * self._timeout)
         if not self.leads:
-            leader = self._started[(place.replica, 0)]["address"]
-            self._siblings.connect((leader[0], leader[1]), self._config.noloco.rendezvous_timeout_seconds)
+            leader = self.gathering.listens(place.replica, 0)
+            self._siblings.connect(leader, self._config.noloco.rendezvous_timeout_seconds)
         column = f"links {place.data} {place.tensor}"
         # Each link group forms on a store of its own, never on the world's: see comm/links.py.
         try:
@@ -202,7 +158,7 @@ class Connection:
 
     @property
     def _site_members(self) -> tuple[int, ...]:
-        return tuple(r for r in self._config.topology.site_of(self._place.replica) if r in self.members)
+        return tuple(r for r in self._config.topology.site_of(self._place.replica) if r in self.gathering.members)
 
     @property
     def _routes(self) -> bool:
@@ -213,53 +169,9 @@ class Connection:
     @property
     def _first_circuit(self) -> int:
         """The number of the circuit that is formed before training begins."""
-        if self.joins or not self._routes or len(self._site_members) < 2:
+        if self.gathering.joins or not self._routes or len(self._site_members) < 2:
             return LOCAL
         return self._grid.replicas + self._site_members[0]
-
-    def _gather_starts(self) -> dict[tuple[int, int], Record]:
-        """Everybody's address and settings, compared before anything is built on them."""
-        settings = json.dumps(self._config.to_json() | {"data": None}, sort_keys=True)
-        record = {
-            "address": list(self._listener.address),
-            "versions": versions.here(),
-            "config": run_id(self._config),
-            "settings": hashlib.sha256(settings.encode()).hexdigest(),
-        }
-        own, ranks = self._place.replica, range(self._grid.replica_size)
-        self._client.announce("start", own, self._rank, record)
-        self._find_members()
-        replicas = sorted({own, *self.members})
-        records = self._client.wait_for("start", [(replica, rank) for replica in replicas for rank in ranks])
-        refuse_differences(own, record, {replica: records[(replica, self._rank)] for replica in replicas})
-        if any(records[(own, rank)]["settings"] != record["settings"] for rank in ranks):
-            raise ValueError(
-                f"the ranks of replica {own} were started with different configurations: give all of them the same "
-                "file and the same --set"
-            )
-        return records
-
-    def _find_members(self) -> None:
-        """Find out which replicas begin the run, or that it is under way: the leader looks, its siblings are told."""
-        own = self._place.replica
-        if self.leads:
-            members, joins = self._muster.wait()
-            if joins:
-                self._counted_on = False
-                self._refuse_to_join()
-            self._client.announce("muster", own, 0, {"members": list(members), "joins": joins})
-        record = self._client.wait_for("muster", [(own, 0)])[(own, 0)]
-        self.members, self.joins = tuple(record["members"]), record["joins"]
-        self._counted_on = not self.joins
-
-    def _refuse_to_join(self) -> None:
-        """Raise ValueError where a run under way can't take anybody in."""
-        name = self._config.noloco.optimizer
-        if not registry.OUTER_OPTIMIZERS[name].catches_up:
-            raise ValueError(
-                f'the run {self._config.run.name} is under way, and with noloco.optimizer "{name}" no replica can join '
-                "it; stop all of it and start it again with --resume auto"
-            )
 
     def meet(self, theta0: str, data: str, view_log: list[View]) -> Peers:
         """Compare with this rank's twins what must be equal, and get ready to exchange with them.
@@ -267,16 +179,8 @@ class Connection:
         `theta0` and `data` are the hashes of this rank's initial weights and of its token files; a replica that joins
         takes over the others' `theta0`. Raises ValueError naming a replica whose own differ, otherwise as `join`.
         """
-        place, twins = self._place, [(replica, self._rank) for replica in self.members]
-        if self.joins:
-            # This one's weights will be a live replica's; exchanges go by what the others have begun with.
-            theta0 = str(self._client.wait_for("ready", twins)[twins[0]]["theta0"])
-        record = {"data": data, "theta0": theta0}
-        self._client.announce("ready", place.replica, self._rank, record)
-        records = self._client.wait_for("ready", twins)
-        refuse_differences(place.replica, record, {replica: records[(replica, self._rank)] for replica, _ in twins})
-        self._met = True
-        addresses = addresses_of(place.replica, {replica: self._started[(replica, rank)] for replica, rank in twins})
+        place, gathering = self._place, self.gathering
+        theta0, addresses = gathering.meet(theta0, data)
         self._exchange = Exchange(
             replica=place.replica,
             rank=self._rank,
@@ -296,23 +200,19 @@ class Connection:
             self.world.replica,
             self.world.device.device,
             (self.donor, self._listener, self._client),
-            [View(0, (place.replica,) if self.joins else self.members)],
+            [View(0, (place.replica,) if gathering.joins else gathering.members)],
             self._gather,
         )
         self._steer(peers, addresses)
-        if not self.joins:
-            self.trains()
-        threading.Thread(target=self._renew, name="rendezvous", daemon=True).start()
+        if not gathering.joins:
+            gathering.trains()
+        gathering.stay_known()
         return peers
-
-    def trains(self) -> None:
-        """Let others join this replica: its state is the run's."""
-        if self.leads:
-            self._client.announce("running", self._place.replica, 0, {"members": list(self.members)})
 
     def _steer(self, peers: Peers, addresses: Mapping[int, Address]) -> None:
         """From now on this replica hears and speaks of itself, and of the others' fate."""
         settings, topology, replica = self._config.noloco, self._config.topology, self._place.replica
+        joins, members = self.gathering.joins, self.gathering.members
         catches_up = registry.OUTER_OPTIMIZERS[settings.optimizer].catches_up and topology.replicas > 1
         orders = Orders(self.world.replica, self.world.device.device, self.leads)
         lead = None
@@ -320,11 +220,11 @@ class Connection:
             self.leaders.connect(addresses)
             roster = Roster(
                 replica,
-                self._standing(replica, time.time_ns(), not self.joins),
+                self._standing(replica, time.time_ns(), not joins),
                 settings.heartbeat_seconds,
                 self.leaders.refused,
             )
-            for other in self.members:
+            for other in members:
                 if other != replica:
                     roster.hear(other, self._standing(other, 0, True))
             terms = Terms(
@@ -353,8 +253,8 @@ class Connection:
                 self._warn,
             )
             self._coordinator = coordinator
-            present = ((replica,), UNKNOWN) if self.joins else (self.members, 0)
-            coordinator.start(*present, self._first_circuit, self._site_members)
+            present, number = ((replica,), UNKNOWN) if joins else (members, 0)
+            coordinator.start(present, number, self._first_circuit, self._site_members)
             lead = Lead(coordinator=coordinator, roster=roster, stopping=self._stopping, donor=self.donor)
         steps = self._config.run.steps
         self.steering = Steering(
@@ -362,8 +262,7 @@ class Connection:
         )  # fmt: skip
 
     def _standing(self, replica: int, incarnation: int, ready: bool) -> Standing:
-        ranks = range(self._grid.replica_size)
-        where = tuple((str(a[0]), int(a[1])) for a in (self._started[(replica, rank)]["address"] for rank in ranks))
+        where = tuple(self.gathering.listens(replica, rank) for rank in range(self._grid.replica_size))
         return Standing(incarnation=incarnation, beat=0, ranks=where, ready=ready, circuit=self._first_circuit)
 
     def _heard(self, rank: int, message: Message) -> None:
@@ -417,11 +316,6 @@ class Connection:
     def _warn(self, text: str) -> None:
         print(f"replica {self._place.replica}: {text}", file=sys.stderr, flush=True)
 
-    def _renew(self) -> None:
-        """Stay known at the rendezvous, so that others can join the run; it may have been started anew."""
-        while not self._ended.wait(RENEW_BEATS * self._config.noloco.heartbeat_seconds):
-            self._client.renew()
-
     def fetch(self, donor: Address, shape: RankShape) -> Donated:
         """The state of this rank's twin that listens there, at its next outer step. Raises DonationFailed."""
         return fetch(
@@ -433,23 +327,6 @@ class Connection:
             rank=self._rank,
             deadline_seconds=self._config.noloco.rendezvous_timeout_seconds,
         )
-
-    def ask_leaders(self, topic: str, record: Mapping[str, Any]) -> dict[int, Record]:
-        """What the leader of each replica that begins the run says under `topic`; this replica's says `record`.
-
-        Needs no meeting. Raises RendezvousTimeout, or StartFailed as `join` does.
-        """
-        if self.leads:
-            self._client.announce(topic, self._place.replica, 0, dict(record))
-        found = self._client.wait_for(topic, [(replica, 0) for replica in self.members])
-        return {replica: record for (replica, _), record in found.items()}
-
-    def ask_siblings(self, topic: str, record: Mapping[str, Any]) -> list[Record]:
-        """What each rank of this replica says under `topic`, once all have. Raises as `ask_leaders` does."""
-        replica, ranks = self._place.replica, range(self._grid.replica_size)
-        self._client.announce(topic, replica, self._rank, dict(record))
-        found = self._client.wait_for(topic, [(replica, rank) for rank in ranks])
-        return [found[(replica, rank)] for rank in ranks]
 
     def close(self) -> None:
         """Leave the replica's world. Collective over the replica."""
@@ -473,15 +350,6 @@ class Connection:
             host=self._host,
             timeout=timeout,
         )
-
-
-def run_id(config: Config) -> str:
-    """A hash of everything that all replicas must agree on; where output goes and what is printed may differ."""
-    settings: dict[str, Any] = config.to_json()
-    agreed = ("name", "seed", "steps", "final_consensus", "consensus_tolerance", "consensus_rounds")
-    settings["run"] = {key: settings["run"][key] for key in agreed}
-    settings.pop("data")  # paths may differ between sites; what they hold is compared when replicas meet
-    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def _bind_collectives(launch: launcher.Launch) -> None:

@@ -25,12 +25,13 @@ from typing import Any
 import psutil
 
 from noloco_mega import device, findings, launcher, versions
-from noloco_mega.bootstrap import find_rendezvous, run_id
+from noloco_mega.bootstrap import find_rendezvous
 from noloco_mega.comm.channel import Listener, dial
 from noloco_mega.comm.rendezvous import RendezvousClient, RendezvousTimeout
 from noloco_mega.comm.wire import Channel, Message
 from noloco_mega.config import Config
 from noloco_mega.entry import add_config_arguments, guarded, rank_of_run
+from noloco_mega.gathering import run_id
 from noloco_mega.grid import Place
 
 TOPIC = "preflight"

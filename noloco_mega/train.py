@@ -59,9 +59,9 @@ def _train(config: Config, launch: Launch, place: Place, run: Connection, stack:
     view_log = views.initial(config.topology.replicas)
     loader = open_loader(config, view_log)
     journal = Journal(config, place)
-    journal.look(joins=run.under_way())  # before a queue is waited for
+    journal.look(joins=run.gathering.under_way())  # before a queue is waited for
     run.join()
-    journal.look(joins=run.joins)
+    journal.look(joins=run.gathering.joins)
     keeper = Keeper(config, place, run, loader, journal, view_log)
 
     model = build_stage(config.model, config.topology, run.world, torch.bfloat16 if config.bf16 else torch.float32)
@@ -76,8 +76,8 @@ def _train(config: Config, launch: Launch, place: Place, run: Connection, stack:
     evaluate = functools.partial(pipeline.evaluate, steering.local)
 
     step, last_step, leaves = keeper.begin(engine, outer, peers), config.run.steps, False
-    how = "joins" if run.joins else "connected,"
-    journal.tell(f"{how} {len(run.members)} replicas of {run.world.grid.replica_size} ranks in the run")
+    how = "joins" if run.gathering.joins else "connected,"
+    journal.tell(f"{how} {len(run.gathering.members)} replicas of {run.world.grid.replica_size} ranks in the run")
     if not keeper.resumed:
         journal.evaluate(evaluate, peers)
         journal.started()

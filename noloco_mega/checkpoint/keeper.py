@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from noloco_mega.bootstrap import Connection
 from noloco_mega.checkpoint import resume
-from noloco_mega.checkpoint.donation import Donated, DonationFailed
 from noloco_mega.checkpoint.folders import Checkpoints
+from noloco_mega.checkpoint.joiner import Donated, DonationFailed
 from noloco_mega.checkpoint.reader import SavedReplica
 from noloco_mega.checkpoint.saver import Saver
 from noloco_mega.checkpoint.state import RankState
@@ -57,7 +57,8 @@ class Keeper:
         self._folders = Checkpoints(config.output / "checkpoints", place.replica, config.topology.replicas)
         self._view_log = view_log
         # A live replica's state wins over whatever lies on this one's disk.
-        self._choice = None if run.joins else resume.Choice(config, place, run, self._folders, digest)
+        gathering = run.gathering
+        self._choice = None if gathering.joins else resume.Choice(config, place, gathering, self._folders, digest)
         self._follow_views()
 
     @property
@@ -85,7 +86,7 @@ class Keeper:
         self._follow_views()
         if start.resumed:
             self._state.publish()
-        resume.begin(start, run, self._folders)
+        resume.begin(start, run.gathering, self._folders)
         journal.begin(start.step, outer.outer_step, losses, outer.skipped)
         if run.leads and self._place.replica == 0:
             for note in start.notes:
@@ -104,7 +105,7 @@ class Keeper:
     def _join(self) -> int:
         """Begin with the state of a live replica. Collective over the replica."""
         self.take_over()
-        self._run.trains()
+        self._run.gathering.trains()
         step, journal = self._outer.step, self._journal
         if self._run.leads:
             self._folders.begin(step)

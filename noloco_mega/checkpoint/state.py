@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from noloco_mega.checkpoint.donation import Donated, RankShape
 from noloco_mega.checkpoint.format import CheckpointError, RankContent, Span, Stored, described
+from noloco_mega.checkpoint.joiner import Donated, RankShape
 from noloco_mega.checkpoint.reader import Part, SavedReplica, verify_share
 from noloco_mega.comm.groups import ReplicaWorld
 from noloco_mega.engine.weights import Masters

@@ -22,8 +22,6 @@ without which it is level with them (tools/bench/exchange.py). Links that such a
 
 from __future__ import annotations
 
-import contextlib
-import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -33,15 +31,10 @@ from torch import Tensor
 
 from noloco_mega.comm.channel import Listener, WrongSecret, dial
 from noloco_mega.comm.pace import Pace, Speeds
+from noloco_mega.comm.seats import Seats
 from noloco_mega.comm.transfer import WrongChecksum, bytes_of, swap_buffers
 from noloco_mega.comm.wire import SILENCE_SECONDS, Address, Channel, Message, shown
 
-MAX_PARKED = 64
-"""Partners that may wait at once for us to launch the outer step they are at."""
-MAX_OUTER_STEPS = 1 << 40
-"""More than any run takes: whoever is at a later one does not tell the truth."""
-AFTER_TRAINING = 1 << 39
-"""Exchanges numbered from here on follow the last inner step: nobody has to hurry for them."""
 REFUSALS_SECONDS = 1.0
 """How long a partner's host may refuse our connections. All listeners exist before the first launch, so a refusal means
 that the partner's process is gone; the time is for a host whose accept queue overflows or whose network stumbles."""
@@ -109,18 +102,6 @@ class _Swap:
         return max(0.0, self.deadline - time.monotonic())
 
 
-@dataclass(frozen=True)
-class _Caller:
-    """A connected dialer and its hello."""
-
-    channel: Channel
-    hello: Message
-
-
-Seat = queue.SimpleQueue[_Caller | str]
-"""Where a launch waits for its dialer: the caller, or the reason why none will come."""
-
-
 class Pending:
     """The exchanges of one launch. The tensors given to it must be left alone until `wait` has returned."""
 
@@ -173,27 +154,22 @@ class Exchange:
         }  # fmt: skip
         self._secret = secret
         self._speeds = Speeds()
+        self._seats = Seats(self._hello)
         self._lock = threading.Lock()
-        self._outer_step = -1
-        self._latest_outer_step = self._latest_after_training = -1
-        self._seats: dict[tuple[int, int], Seat] = {}  # by (outer step, partner): launched, its dialer not here yet
-        self._parked: dict[tuple[int, int], _Caller] = {}  # by (outer step, partner): dialers of later outer steps
         self._channels: set[Channel] = set()
-        self._given_up: dict[int, str] = {}  # dead partners, and why
-        self._reached: dict[int, int] = {}  # the outer steps of partners that are known to be further than this rank
         self._closed = False
-        listener.register("exchange", self._arrived)
+        listener.register("exchange", self._seats.arrived)
 
     @property
     def latest_outer_step(self) -> int:
         """The highest outer step of the training that any twin of this rank has shown us, ours included; -1 before the
         first."""
-        return self._latest_outer_step
+        return self._seats.latest_outer_step
 
     @property
     def latest_after_training(self) -> int:
         """The same for exchanges numbered from AFTER_TRAINING on."""
-        return self._latest_after_training
+        return self._seats.latest_after_training
 
     def launch(
         self,
@@ -235,129 +211,32 @@ class Exchange:
                 cap_seconds=transfer_cap_seconds,
             )
             swaps.append(swap)
-        self._open_seats(outer_step, [swap.partner for swap in swaps if swap.partner < self.replica])
+        self._seats.open(outer_step, [swap.partner for swap in swaps if swap.partner < self.replica])
         return Pending(swaps, self._run)
 
     def give_up(self, partner: int, reason: str) -> None:
         """A partner is dead: exchanges with it are missed at once, until `expect` says that it is back."""
-        with self._lock:
-            self._given_up[partner] = reason
-            for (_, replica), seat in self._seats.items():
-                if replica == partner:
-                    seat.put(reason)
+        self._seats.give_up(partner, reason)
 
     def expect(self, partner: int) -> None:
         """A partner that was given up is back."""
-        with self._lock:
-            self._given_up.pop(partner, None)
+        self._seats.expect(partner)
 
     def reached(self, partner: int, outer_step: int) -> None:
         """A partner has begun this outer step: it will not come for an earlier one, and is missed there at once."""
-        with self._lock:
-            self._reached[partner] = outer_step
-            self._tell_passed_by(outer_step, partner)
+        self._seats.reached(partner, outer_step)
 
     def close(self) -> None:
         """Stop: exchanges in flight end as Missed, dialers are refused from now on."""
         with self._lock:
             self._closed = True
-            parked, self._parked = list(self._parked.values()), {}
-            for seat in self._seats.values():
-                seat.put("this exchange was closed")
             for channel in self._channels:
                 channel.interrupt()
-        for caller in parked:
-            self._turn_away(caller, f"replica {self.replica} is leaving")
-
-    def _open_seats(self, outer_step: int, dialers: Sequence[int]) -> None:
-        """Make `outer_step` the current one; dialers that are here already take their seats, stale ones go."""
-        with self._lock:
-            if self._closed:
-                raise ValueError("this exchange is closed")
-            if outer_step <= self._outer_step:
-                raise ValueError(f"outer step {outer_step} was launched already; the latest is {self._outer_step}")
-            self._outer_step = outer_step
-            self._note(outer_step)
-            self._drop_gone()
-            for partner in dialers:
-                seat = self._seats[outer_step, partner] = Seat()
-                if (reason := self._given_up.get(partner)) is not None:
-                    seat.put(reason)
-                elif (caller := self._parked.pop((outer_step, partner), None)) is not None:
-                    seat.put(caller)
-                elif (reached := self._reached.get(partner, -1)) > outer_step:
-                    self._tell_passed_by(reached, partner)
-            stale = [self._parked.pop(key) for key in list(self._parked) if key[0] <= outer_step]
-        for caller in stale:
-            self._turn_away(caller, self._stale(caller.hello))
-
-    def _drop_gone(self) -> None:
-        """Forget the dialers that have given up: they hang up at their own deadline."""
-        for key in [key for key, caller in self._parked.items() if caller.channel.hung_up()]:
-            self._parked.pop(key).channel.close()
-
-    def _stale(self, hello: Message) -> str:
-        step = hello["outer_step"]
-        return f"replica {self.replica} is at outer step {self._outer_step} and has no seat for step {step}"
-
-    def _arrived(self, channel: Channel, hello: Message) -> None:
-        """A dialer is here: to its seat if the launch it belongs to is waiting, else parked or refused."""
-        caller = _Caller(channel, hello)
-        step, partner = _step_in(hello), hello.get("replica")
-        if step is None or not isinstance(partner, int):
-            self._turn_away(caller, "a malformed hello")
-            return
-        key, replaced = (step, partner), None
-        with self._lock:
-            self._drop_gone()
-            self._see(hello)
-            reason = self._other_run(hello)
-            if key in self._seats:
-                self._seats[key].put(caller)  # whatever is wrong with it, the launch that waits for it shall know
-                return
-            if self._closed:
-                reason = f"replica {self.replica} is leaving"
-            elif reason is None and step <= self._outer_step:
-                reason = self._stale(hello)
-            elif reason is None and len(self._parked) >= MAX_PARKED and key not in self._parked:
-                reason = f"replica {self.replica} keeps {MAX_PARKED} waiting already"
-            if reason is None:
-                self._tell_passed_by(step, partner)
-                replaced = self._parked.pop(key, None)
-                self._parked[key] = caller
-        if reason is not None:
-            self._turn_away(caller, reason)
-        if replaced is not None:
-            replaced.channel.close()
-
-    def _see(self, message: Message) -> None:
-        """Learn from a hello or a refusal which outer step a twin is at."""
-        step = _step_in(message)
-        if self._other_run(message) is None and step is not None:
-            self._note(step)
-
-    def _note(self, outer_step: int) -> None:
-        if outer_step < AFTER_TRAINING:
-            self._latest_outer_step = max(self._latest_outer_step, outer_step)
-        else:
-            self._latest_after_training = max(self._latest_after_training, outer_step)
-
-    def _tell_passed_by(self, outer_step: int, partner: int) -> None:
-        """A partner that is at a later outer step will not come for the earlier ones."""
-        for (waiting, replica), seat in self._seats.items():
-            if replica == partner and waiting < outer_step:
-                seat.put(f"replica {partner} is at outer step {outer_step} already")
-
-    def _other_run(self, hello: Message) -> str | None:
-        """Why this hello can't be our twin's, whatever the outer step; None if it can."""
-        for name in ("run_id", "fingerprint", "rank"):
-            if hello.get(name) != self._hello[name]:
-                return f"{name} {shown(hello.get(name))} meets {name} {self._hello[name]!r} of replica {self.replica}"
-        return None
+        self._seats.close()
 
     def _misfit(self, swap: _Swap, hello: Message) -> str | None:
         """Why this hello is not what the swap needs; None if it is."""
-        if (reason := self._other_run(hello)) is not None:
+        if (reason := self._seats.other_run(hello)) is not None:
             return reason
         for name, expected in (
             ("replica", swap.partner),
@@ -395,7 +274,7 @@ class Exchange:
 
     def _dial(self, swap: _Swap) -> tuple[Channel, Message | None]:
         """A channel to the higher twin, which will answer our hello once it has launched this outer step."""
-        if (reason := self._given_up.get(swap.partner)) is not None:
+        if (reason := self._seats.given_up(swap.partner)) is not None:
             raise _Refused(reason)
         channel = dial(
             swap.address,
@@ -409,16 +288,7 @@ class Exchange:
 
     def _take_seat(self, swap: _Swap) -> tuple[Channel, Message | None]:
         """The lower twin's channel and hello, as soon as it is here."""
-        seat = self._seats[swap.outer_step, swap.partner]
-        try:
-            caller = seat.get(timeout=swap.remaining())
-        except queue.Empty:
-            caller = f"replica {swap.partner} did not connect by the deadline"
-        with self._lock:
-            del self._seats[swap.outer_step, swap.partner]
-        while not seat.empty():
-            if isinstance(late := seat.get(), _Caller):
-                self._turn_away(late, self._stale(late.hello))
+        caller = self._seats.take(swap.outer_step, swap.partner, swap.remaining())
         if isinstance(caller, str):
             raise _Refused(caller)
         return caller.channel, caller.hello
@@ -428,12 +298,12 @@ class Exchange:
         listening = hello is not None
         if hello is None:
             hello = channel.receive()
-            self._see(hello)
+            self._seats.see(hello)
             if hello.get("kind") == "refused":
                 raise _Refused(f"refused by replica {swap.partner}: {shown(hello.get('reason'), 1000)}")
         if (reason := self._misfit(swap, hello)) is not None:
             if listening:
-                self._refuse(channel, reason)
+                self._seats.refuse(channel, reason)
             raise _Refused(reason)
         if listening:
             channel.send(swap.hello)
@@ -458,19 +328,3 @@ class Exchange:
             self.sent_bytes += channel.sent_bytes
             self.received_bytes += channel.received_bytes
         channel.close()
-
-    def _refuse(self, channel: Channel, reason: str) -> None:
-        """Tell the other side why; one that is gone needs no telling."""
-        with contextlib.suppress(OSError):
-            channel.send({**self._hello, "kind": "refused", "reason": reason, "outer_step": self._outer_step})
-
-    def _turn_away(self, caller: _Caller, reason: str) -> None:
-        caller.channel.expire_in(SLACK_SECONDS)
-        self._refuse(caller.channel, reason)
-        caller.channel.close()
-
-
-def _step_in(message: Message) -> int | None:
-    """The outer step that a hello or a refusal names, None where it names none."""
-    step = message.get("outer_step")
-    return step if isinstance(step, int) and 0 <= step < MAX_OUTER_STEPS else None

@@ -48,7 +48,7 @@ class Agreed:
 
 
 class Wanted(Protocol):
-    """What a replica that joins may ask for; see checkpoint/donation.py."""
+    """What a replica that joins may ask for; see checkpoint/donor.py."""
 
     @property
     def wanted(self) -> bool: ...

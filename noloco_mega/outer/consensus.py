@@ -13,15 +13,16 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from noloco_mega.comm.exchange import AFTER_TRAINING, Received
+from noloco_mega.comm.seats import AFTER_TRAINING
 from noloco_mega.engine.weights import Masters
 from noloco_mega.outer.base import parts
+from noloco_mega.outer.group import GroupExchange, Swapped, mean
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -35,11 +36,8 @@ PATIENCE = 2
 """A partner that has been missed so often is not waited for any more."""
 
 
-class Weights(Protocol):
+class Weights(Swapped, Protocol):
     """What is averaged: `Masters`."""
-
-    @property
-    def tensors(self) -> list[torch.Tensor]: ...
 
     def publish(self) -> None: ...
 
@@ -89,19 +87,21 @@ def reach(weights: Weights, peers: Peers, settings: Noloco, *, tolerance: float,
     quiet_rounds = 2 * math.ceil(math.log2(max(replicas, 2))) + 1
     misses: Counter[int] = Counter()
     spread, apart, number = None, torch.tensor([-1]), -1
+    exchange = GroupExchange(weights, settings, peers, notes=[apart])
     while number < most_rounds - 1 and number - int(apart) < quiet_rounds:
         number += 1
         outer_step = AFTER_TRAINING + number
-        asked = [p for p in peers.partners(outer_step, settings) if p in peers.addresses and misses[p] < PATIENCE]
-        deadline_seconds = settings.exchange_deadline_seconds * (1 + LONGER * number)
-        received = _swap([*weights.tensors, apart], peers, outer_step, asked, deadline_seconds, settings)
-        misses.update(missed := set(asked) - received.keys())
-        if received:
-            spread = _spread(weights.tensors, list(received.values()), peers)
-            _average(weights.tensors, list(received.values()))
+        given_up = [replica for replica, times in misses.items() if times >= PATIENCE]
+        exchange.launch(outer_step, but=given_up, patience=1 + LONGER * number)
+        group = exchange.finish()
+        misses.update(missed := group.report.missed.keys())
+        if group.report.received:
+            spread = group.report.spread or 0.0  # none where all weights are 0
+            for index, part in parts(weights.tensors):
+                weights.tensors[index][part].copy_(mean(group.tensors(index, part)))
             if spread > tolerance:
                 apart[0] = number
-            apart[0] = max(int(apart), *(int(tensors[-1]) for tensors in received.values()))
+            apart[0] = max(int(tensors[-1]) for tensors in group.members.values())
         if missed:
             # Who has waited in vain goes on with the round that others are at, and knows nothing of those between.
             (furthest,) = peers.agree(peers.exchange.latest_after_training)
@@ -111,57 +111,3 @@ def reach(weights: Weights, peers: Peers, settings: Noloco, *, tolerance: float,
     weights.publish()
     reached = number - int(apart) >= quiet_rounds and spread is not None
     return Consensus(number + 1, reached, spread, tuple(misses.elements()))
-
-
-def _swap(
-    own: Sequence[torch.Tensor],
-    peers: Peers,
-    outer_step: int,
-    asked: Sequence[int],
-    deadline_seconds: float,
-    settings: Noloco,
-) -> dict[int, list[torch.Tensor]]:
-    """What all ranks of this replica hold of the partners, whole and finite: tensors like `own`."""
-    sent = [tensor.detach().cpu() for tensor in own]
-    buffers = {partner: [torch.empty_like(tensor) for tensor in sent] for partner in asked}
-    pending = peers.exchange.launch(
-        outer_step,
-        sent,
-        buffers,
-        {partner: peers.addresses[partner] for partner in asked},
-        deadline_seconds,
-        settings.transfer_cap_seconds,
-    )
-    outcomes = pending.wait()
-    good = [
-        isinstance(outcomes[partner], Received) and all(bool(t.isfinite().all()) for t in buffers[partner])
-        for partner in asked
-    ]
-    return {p: buffers[p] for p, whole in zip(asked, peers.agree(*good), strict=True) if whole}
-
-
-def _spread(own: Sequence[torch.Tensor], others: Sequence[Sequence[torch.Tensor]], peers: Peers) -> float:
-    """‖θ_i − θ_j‖ / ‖θ_i‖ over the whole replica, the mean over partners j."""
-    squares = [_squared_distance(own, None), *(_squared_distance(own, other) for other in others)]
-    norm, *differences = peers.total(squares)
-    return sum((difference / norm) ** 0.5 for difference in differences) / len(differences) if norm else 0.0
-
-
-def _squared_distance(own: Sequence[torch.Tensor], other: Sequence[torch.Tensor] | None) -> float:
-    """Σ (θ − other)², or Σ θ²."""
-    total = 0.0
-    for index, part in parts(own):
-        difference = own[index][part]
-        if other is not None:
-            difference = difference - other[index][part].to(difference.device)
-        total += float(torch.linalg.vector_norm(difference, dtype=torch.float64)) ** 2
-    return total
-
-
-def _average(own: Sequence[torch.Tensor], others: Sequence[Sequence[torch.Tensor]]) -> None:
-    """θ becomes the mean over the group. In a pair both get the same bits."""
-    for index, part in parts(own):
-        theta = own[index][part]
-        for other in others:
-            theta.add_(other[index][part].to(theta.device))
-        theta.div_(1 + len(others))

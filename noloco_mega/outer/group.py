@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -20,7 +20,13 @@ from noloco_mega.outer.base import OuterReport, parts
 if TYPE_CHECKING:
     from noloco_mega.comm.membership import Peers
     from noloco_mega.config import Noloco
-    from noloco_mega.engine.weights import Masters
+
+
+class Swapped(Protocol):
+    """What is swapped: `Masters`."""
+
+    @property
+    def tensors(self) -> list[torch.Tensor]: ...
 
 
 @dataclass(frozen=True)
@@ -42,7 +48,7 @@ class Group:
 
     report: OuterReport
     members: Mapping[int, list[torch.Tensor]]
-    """Replica -> what its masters held at the launch; ascending. This rank's own are the masters themselves."""
+    """Replica -> what its masters held at the launch, then its notes; ascending. For this rank, those themselves."""
     device: torch.device
 
     def tensors(self, index: int, part: slice) -> list[torch.Tensor]:
@@ -58,8 +64,9 @@ class GroupExchange:
     masters to send from).
     """
 
-    def __init__(self, masters: Masters, settings: Noloco, peers: Peers) -> None:
-        self._settings, self._masters, self._peers = settings, masters, peers
+    def __init__(self, masters: Swapped, settings: Noloco, peers: Peers, notes: Sequence[torch.Tensor] = ()) -> None:
+        """`notes` are small tensors on the CPU that travel behind the masters."""
+        self._settings, self._masters, self._peers, self._notes = settings, masters, peers, notes
         self._buffers: list[list[torch.Tensor]] = []
         self._pinned: list[torch.Tensor] = []
         self._flight: _Flight | None = None
@@ -69,11 +76,14 @@ class GroupExchange:
         """Whether nothing was launched that is not finished."""
         return self._flight is None
 
-    def launch(self, outer_step: int) -> None:
-        """Begin to swap the masters as they are now; nobody may touch them until `finish` has returned."""
+    def launch(self, outer_step: int, *, but: Collection[int] = (), patience: float = 1.0) -> None:
+        """Begin to swap the masters as they are now; nobody may touch them until `finish` has returned.
+
+        Nobody of `but` is asked. The partners are met within `patience` times the deadline of the settings.
+        """
         assert self._flight is None, "launched twice without apply"
         peers, settings = self._peers, self._settings
-        partners = peers.partners(outer_step, settings)
+        partners = tuple(partner for partner in peers.partners(outer_step, settings) if partner not in but)
         reachable = [partner for partner in partners if partner in peers.addresses]
         buffers = dict(zip(reachable, self._host_buffers(len(reachable)), strict=True))
         exchange = peers.exchange
@@ -83,7 +93,7 @@ class GroupExchange:
             self._to_send(),
             buffers,
             {partner: peers.addresses[partner] for partner in reachable},
-            settings.exchange_deadline_seconds,
+            patience * settings.exchange_deadline_seconds,
             settings.transfer_cap_seconds,
         )
         self._flight = _Flight(outer_step, partners, buffers, pending, started_seconds, sent_bytes, received_bytes)
@@ -116,7 +126,7 @@ class GroupExchange:
             spread=self._spread(own, [differences[partner] for partner in received]) if received else None,
         )
         members = {partner: flight.buffers[partner] for partner in received}
-        members[self._peers.replica] = self._masters.tensors
+        members[self._peers.replica] = [*self._masters.tensors, *self._notes]
         return Group(report, dict(sorted(members.items())), self._masters.tensors[0].device)
 
     def _measure(self, arrived: Mapping[int, list[torch.Tensor]]) -> tuple[float, dict[int, float], dict[int, bool]]:
@@ -145,21 +155,21 @@ class GroupExchange:
         return sum((difference / own) ** 0.5 for difference in differences) / len(differences)
 
     def _to_send(self) -> list[torch.Tensor]:
-        """The masters, where the network can read them."""
+        """The masters, where the network can read them, and the notes."""
         masters = self._masters.tensors
         if not masters[0].is_cuda:
-            return [theta.detach() for theta in masters]
+            return [*(theta.detach() for theta in masters), *self._notes]
         if not self._pinned:
             self._pinned = [torch.empty(theta.shape, dtype=theta.dtype, pin_memory=True) for theta in masters]
         for pinned, theta in zip(self._pinned, masters, strict=True):
             pinned.copy_(theta)
-        return self._pinned
+        return [*self._pinned, *self._notes]
 
     def _host_buffers(self, count: int) -> list[list[torch.Tensor]]:
         """Receive buffers for `count` partners, made on first use and kept."""
         while len(self._buffers) < count:
-            masters = self._masters.tensors
-            self._buffers.append([torch.empty(m.shape, dtype=m.dtype, pin_memory=m.is_cuda) for m in masters])
+            like = [*self._masters.tensors, *self._notes]
+            self._buffers.append([torch.empty(t.shape, dtype=t.dtype, pin_memory=t.is_cuda) for t in like])
         return self._buffers[:count]
 
 

@@ -37,7 +37,7 @@ def start_of(grid, place):
 
 def average(place, directory, grid, tolerance, most_rounds, killed, spoilt=None):
     """`killed`: the replica that dies, and in which round. `spoilt`: the replica that holds a NaN."""
-    from noloco_mega.comm.exchange import AFTER_TRAINING
+    from noloco_mega.comm.seats import AFTER_TRAINING
     from noloco_mega.outer import consensus
     from tests.dist.test_outer import make_peers
 

@@ -14,9 +14,10 @@ import pytest
 import torch
 
 from noloco_mega import device
-from noloco_mega.checkpoint import donation
-from noloco_mega.checkpoint.donation import DonationFailed, Donor, RankShape, fetch
+from noloco_mega.checkpoint import donor as giving
+from noloco_mega.checkpoint.donor import Donor
 from noloco_mega.checkpoint.format import RankContent, Span, Stored, described
+from noloco_mega.checkpoint.joiner import DonationFailed, RankShape, fetch
 from noloco_mega.comm.channel import Listener
 from noloco_mega.comm.wire import Channel
 from noloco_mega.grid import Grid
@@ -264,7 +265,7 @@ def test_a_donor_that_leaves_says_so(side):
 
 
 def test_callers_are_bounded(side, monkeypatch):
-    monkeypatch.setattr(donation, "MAX_CALLERS", 1)
+    monkeypatch.setattr(giving, "MAX_CALLERS", 1)
     results, thread = side.fetch_later()
     until(lambda: side.donor.wanted)
     with pytest.raises(DonationFailed, match="serves 1 already"):
@@ -404,7 +405,7 @@ def test_what_can_not_be_taken_over_is_refused_before_memory_is_taken(monkeypatc
     def no_memory(*_, **__):
         raise AssertionError("allocated")
 
-    monkeypatch.setattr(donation.torch, "empty", no_memory)
+    monkeypatch.setattr(torch, "empty", no_memory)
     listener, _ = act(script)
     with pytest.raises(DonationFailed, match=word):
         call(listener)

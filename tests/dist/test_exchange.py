@@ -14,7 +14,8 @@ import torch
 
 from noloco_mega.comm import exchange
 from noloco_mega.comm.channel import Listener, dial
-from noloco_mega.comm.exchange import MAX_PARKED, Exchange, Missed, Received
+from noloco_mega.comm.exchange import Exchange, Missed, Received
+from noloco_mega.comm.seats import MAX_PARKED
 from noloco_mega.comm.wire import Channel
 from tests.harness import Ranks, run_ranks
 
@@ -210,7 +211,7 @@ def test_a_partner_that_is_ahead_is_kept_and_ends_the_wait_of_earlier_steps(memb
 def test_who_was_kept_for_a_step_that_is_skipped_is_told(members):
     low, high = members(0), members(1)
     pending, _ = low.launch(5, payload(1), {1: high.address})
-    while not high.exchange._parked:
+    while not high.exchange._seats._parked:
         time.sleep(0.01)
     high.launch(8, payload(1), {})
     outcome = pending.wait()[1]
@@ -263,19 +264,19 @@ def test_waiting_dialers_are_bounded(members):
     for replica in range(MAX_PARKED + 3):
         hello = {"kind": "exchange", "run_id": "run", "fingerprint": "print", "rank": 0, "replica": replica}
         callers.append(dial(high.address, SECRET, {**hello, "outer_step": 0, "tensors": []}, LONG_SECONDS))
-    while high.exchange._parked.keys() < {(0, replica) for replica in range(MAX_PARKED)}:
+    while high.exchange._seats._parked.keys() < {(0, replica) for replica in range(MAX_PARKED)}:
         time.sleep(0.01)
     for caller in callers[MAX_PARKED:]:
         caller.expire_in(LONG_SECONDS)
         assert "waiting already" in caller.receive()["reason"]
-    assert len(high.exchange._parked) == MAX_PARKED
+    assert len(high.exchange._seats._parked) == MAX_PARKED
     # Those that hang up make room for others.
     callers[0].close()
     time.sleep(0.1)
     last = dial(high.address, SECRET, {**hello, "replica": 999, "outer_step": 0, "tensors": []}, LONG_SECONDS)
-    while (0, 999) not in high.exchange._parked:
+    while (0, 999) not in high.exchange._seats._parked:
         time.sleep(0.01)
-    assert len(high.exchange._parked) == MAX_PARKED and not last.hung_up()
+    assert len(high.exchange._seats._parked) == MAX_PARKED and not last.hung_up()
 
 
 class Actor:
@@ -469,7 +470,7 @@ def test_a_malformed_hello_is_refused_and_forgotten(members):
         caller = dial(high.address, SECRET, {**identity, **hello}, LONG_SECONDS)
         caller.expire_in(LONG_SECONDS)
         assert "malformed" in caller.receive()["reason"]
-    assert not high.exchange._parked and high.exchange.latest_outer_step == -1
+    assert not high.exchange._seats._parked and high.exchange.latest_outer_step == -1
 
 
 def test_a_hello_full_of_large_values_is_refused_in_few_words(members):

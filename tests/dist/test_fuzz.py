@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from noloco_mega import device
-from noloco_mega.checkpoint.donation import Donor
+from noloco_mega.checkpoint.donor import Donor
 from noloco_mega.comm.channel import MAX_UNPROVEN, Listener, dial
 from noloco_mega.comm.control import Leaders, StopAgreement
 from noloco_mega.comm.exchange import Exchange, Received

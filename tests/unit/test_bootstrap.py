@@ -2,9 +2,9 @@
 
 import pytest
 
-from noloco_mega.bootstrap import run_id
 from noloco_mega.comm.membership import refuse_differences
 from noloco_mega.config import parse
+from noloco_mega.gathering import run_id
 from tests.unit.test_config import changed
 
 VERSIONS = {"python": "3.11.2", "torch": "2.13.0"}

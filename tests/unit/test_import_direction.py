@@ -14,7 +14,7 @@ LAYERS = [
     ["plan"],
     ["comm", "launcher"],
     ["model", "data", "engine", "outer", "entry"],
-    ["pipeline", "checkpoint", "findings", "metrics", "journal", "bootstrap"],
+    ["pipeline", "checkpoint", "findings", "metrics", "journal", "bootstrap", "gathering"],
     ["streamed"],
     ["merging"],
     ["convert", "start"],
