@@ -97,6 +97,7 @@ class Connection:
         """News between replicas, carried by their leaders."""
         self._stopping = StopAgreement(self.leaders)
         self._coordinator: Coordinator | None = None
+        self._ended = threading.Event()
         self._siblings = Siblings(
             rank=self._rank,
             size=self._grid.replica_size,
@@ -105,10 +106,8 @@ class Connection:
             run_id=run_id(config),
             replica=place.replica,
             heartbeat_seconds=config.noloco.heartbeat_seconds,
-            heard=self._heard,
             lost=self._lost,
         )
-        self._ended = threading.Event()
         self.gathering = Gathering(config, place, self._client, self._listener.address)
         """Which ranks make up the run."""
 
@@ -204,6 +203,7 @@ class Connection:
             self._gather,
         )
         self._steer(peers, addresses)
+        self._siblings.hear(self._heard)
         if not gathering.joins:
             gathering.trains()
         gathering.stay_known()

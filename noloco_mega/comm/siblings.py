@@ -37,13 +37,15 @@ class Siblings:
         run_id: str,
         replica: int,
         heartbeat_seconds: float,
-        heard: Heard,
         lost: Callable[[int], None],
     ) -> None:
         """`lost` is called once for a rank whose process has ended without saying `leave`."""
         self._rank, self._secret, self._run_id, self._replica = rank, secret, run_id, replica
         self._others = frozenset(range(1, size)) if rank == 0 else frozenset({0})
-        self._heard, self._lost = heard, lost
+        self._lost = lost
+        self._heard: Heard | None = None
+        self._early: list[tuple[int, Message]] = []
+        self._hearing = threading.Lock()
         self._beat_seconds = BEAT_FRACTION * heartbeat_seconds
         self._channels: dict[int, Channel] = {}
         self._last: dict[int, float] = {}
@@ -58,6 +60,15 @@ class Siblings:
         hello = {"kind": "sibling", "run": self._run_id, "replica": self._replica, "rank": self._rank}
         self._serve(0, dial(leader, self._secret, hello, timeout_seconds, keep_trying=True))
         threading.Thread(target=self._beat, name="sign of life", daemon=True).start()
+
+    def hear(self, heard: Heard) -> None:
+        """From now on `heard` gets the messages, those first that have come already: the ranks of a replica are not
+        ready at the same time."""
+        with self._hearing:
+            self._heard = heard
+            for rank, message in self._early:
+                heard(rank, message)
+            self._early.clear()
 
     def tell(self, message: Message) -> None:
         """Send a message to everybody this rank has a line to; one that is gone misses it.
@@ -112,6 +123,13 @@ class Siblings:
             if message.get("leave"):
                 self._leaving.add(rank)
             elif "beat" not in message:
+                self._deliver(rank, message)
+
+    def _deliver(self, rank: int, message: Message) -> None:
+        with self._hearing:
+            if self._heard is None:
+                self._early.append((rank, message))
+            else:
                 self._heard(rank, message)
 
     def _ended(self, rank: int, channel: Channel) -> None:

@@ -17,10 +17,13 @@ BEAT_SECONDS = 0.4
 
 
 def line(rank, listener, heard, lost):
-    return Siblings(
+    siblings = Siblings(
         rank=rank, size=3, listener=listener, secret=SECRET, run_id="run", replica=0, heartbeat_seconds=BEAT_SECONDS,
-        heard=heard, lost=lost,
+        lost=lost,
     )  # fmt: skip
+    if heard is not None:
+        siblings.hear(heard)
+    return siblings
 
 
 def sibling(rank, directory, leader, leaves):
@@ -108,3 +111,20 @@ def follow(rank, directory):
 def test_all_ranks_take_the_same_orders_at_the_same_step(tmp_path):
     first, second = run_ranks(follow, 2, tmp_path)
     assert first == second == [[], [{"step": 1, "number": 0}], [{"step": 2, "number": 0}, {"step": 2, "number": 1}]]
+
+
+def test_what_comes_before_a_rank_is_ready_is_heard_then_in_order():
+    listener, heard = Listener(SECRET), []
+    leader = line(0, listener, None, lambda rank: None)
+    rank = line(1, Listener(SECRET), None, lambda rank: None)
+    rank.connect(listener.address, 20.0)
+    until(lambda: leader._channels)
+    leader.tell({"reached": 1})
+    leader.tell({"dead": 2})
+    until(lambda: len(rank._early) == 2)
+    rank.hear(lambda sender, message: heard.append((sender, message)))
+    leader.tell({"back": 2})
+    until(lambda: len(heard) == 3)
+    assert heard == [(0, {"reached": 1}), (0, {"dead": 2}), (0, {"back": 2})]
+    rank.leave()
+    leader.leave()
