@@ -12,7 +12,7 @@ from noloco_mega import config as configs
 from noloco_mega.comm.rendezvous import RendezvousClient
 from noloco_mega.entry import TRY_AGAIN
 from noloco_mega.grid import Place
-from tests.e2e.runs import SECRET, launched, rows_of, wait_for_step, weights
+from tests.e2e.runs import SECRET, launched, rows_of, run, wait_for_step, weights
 
 QUICK = {
     "noloco__heartbeat_seconds": 0.5,
@@ -64,9 +64,15 @@ def test_a_killed_replica_costs_one_step_and_random_routes_return(tiny, tmp_path
         assert all(row["missed"] == 0 for row in outer if row["present"] == [0, 2, 3])
 
 
-def test_a_restarted_replica_joins_from_a_live_one(tiny, tmp_path):
-    """Though its own folder holds what it wrote before; it is paired and routed again, on the run's step."""
-    raw = tiny(run__steps=150, **QUICK)
+@pytest.mark.parametrize("optimizer", ["noloco", pytest.param("gossip", marks=pytest.mark.slow)])
+def test_a_restarted_replica_joins_from_a_live_one(tiny, tmp_path, optimizer):
+    """Though its own folder holds what it wrote before, or the run began with given weights; it is paired and routed
+    again, on the run's step."""
+    raw = tiny(run__steps=150, noloco__optimizer=optimizer, **QUICK)
+    if optimizer == "gossip":
+        given = tiny(topology={"replicas": 1, "stages": 1}, run__steps=1, run__name="given")
+        run(given, tmp_path)
+        raw["run"]["init_from"] = str(configs.parse(given).output / "replica_00" / "weights")
     with launched(raw, tmp_path, step_seconds=[0.05] * 4) as ranks:
         wait_for_step(raw, 12, ranks)
         for process in ranks.processes[2:4]:
