@@ -233,7 +233,7 @@ def test_a_process_under_fire_goes_on_and_does_not_grow(tmp_path, rounds):
     seed = int(os.environ.get("NOLOCO_FUZZ_SEED", "1"))
     chance, recorded = random.Random(seed), record(address)
 
-    attack(chance, address, ROUNDS // 3, recorded)  # buffers and arenas that are made once
+    attack(chance, address, rounds // 3, recorded)  # buffers and arenas that are made once: 30 MB in 2,000 rounds
     before = settled(process, (10**9, 10**9))
     exchanged = good(tmp_path)
     attack(chance, address, rounds, recorded)
