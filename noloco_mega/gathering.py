@@ -12,13 +12,13 @@ import hashlib
 import json
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from noloco_mega import versions
 from noloco_mega.comm.membership import addresses_of, refuse_differences
 from noloco_mega.comm.muster import LOOK_SECONDS, Muster
-from noloco_mega.comm.rendezvous import Record, RendezvousClient
+from noloco_mega.comm.rendezvous import Record, RendezvousClient, RendezvousTimeout
 from noloco_mega.comm.wire import Address
 from noloco_mega.config import Config
 from noloco_mega.grid import Place
@@ -96,7 +96,7 @@ class Gathering:
         self._client.announce("start", own, self._rank, record)
         self._find_members()
         replicas = sorted({own, *self.members})
-        records = self._client.wait_for("start", [(replica, rank) for replica in replicas for rank in ranks])
+        records = self._wait_for("start", [(replica, rank) for replica in replicas for rank in ranks])
         refuse_differences(own, record, {replica: records[(replica, self._rank)] for replica in replicas})
         if any(records[(own, rank)]["settings"] != record["settings"] for rank in ranks):
             raise ValueError(
@@ -119,10 +119,10 @@ class Gathering:
         own, twins = self._place.replica, [(replica, self._rank) for replica in self.members]
         if self.joins:
             # This one's weights will be a live replica's; exchanges go by what the others have begun with.
-            theta0 = str(self._client.wait_for("ready", twins)[twins[0]]["theta0"])
+            theta0 = str(self._wait_for("ready", twins)[twins[0]]["theta0"])
         record = {"data": data, "theta0": theta0}
         self._client.announce("ready", own, self._rank, record)
-        records = self._client.wait_for("ready", twins)
+        records = self._wait_for("ready", twins)
         refuse_differences(own, record, {replica: records[(replica, self._rank)] for replica, _ in twins})
         self._met = True
         return theta0, addresses_of(own, {replica: self._started[(replica, rank)] for replica, rank in twins})
@@ -161,6 +161,16 @@ class Gathering:
         self._client.announce(topic, replica, self._rank, dict(record))
         found = self._client.wait_for(topic, [(replica, rank) for rank in ranks])
         return [found[(replica, rank)] for rank in ranks]
+
+    def _wait_for(self, topic: str, places: Sequence[tuple[int, int]]) -> Mapping[tuple[int, int], Record]:
+        """RendezvousClient.wait_for. Who joins raises ConnectionError instead of RendezvousTimeout: some of those that
+        it found training have died meanwhile, and its next start will not count on them."""
+        try:
+            return self._client.wait_for(topic, places)
+        except RendezvousTimeout as error:
+            if not self.joins:
+                raise
+            raise ConnectionError(f"{error}; they may have died since this replica came. Start it again") from error
 
     def _find_members(self) -> None:
         """Find out which replicas begin the run, or that it is under way: the leader looks, its siblings are told."""

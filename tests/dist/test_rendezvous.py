@@ -8,17 +8,24 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
+from noloco_mega import config as configs
+from noloco_mega import versions
 from noloco_mega.comm import directory, rendezvous
 from noloco_mega.comm import muster as mustering
 from noloco_mega.comm.muster import Muster
 from noloco_mega.comm.rendezvous import RendezvousClient, RendezvousServer, RendezvousTimeout, StartFailed
+from noloco_mega.entry import TRY_AGAIN, guarded
+from noloco_mega.gathering import Gathering, run_id
+from noloco_mega.grid import Place
 from tests.harness import Ranks, run_ranks
 
 SECRET = b"0123456789abcdef0123456789abcdef"
 LIMIT_SECONDS = 30
+CONFIG = Path(__file__).resolve().parents[2] / "configs" / "demo_noloco_random_4x2.json"
 
 
 @pytest.fixture
@@ -295,6 +302,19 @@ def test_the_first_one_to_say_who_begins_is_right(server, monkeypatch):
         soon(lambda: len(seen) > 1 or joining.done())
         one.announce("running", 1, 0, {})
         assert joining.result(20) == ((1,), True)
+
+
+def test_who_joins_and_finds_that_the_others_are_gone_may_try_again(server):
+    config = configs.load(CONFIG, ["topology.replicas=2", "topology.stages=1", "noloco.rendezvous_timeout_seconds=10"])
+    place = Place(replica=1, data=0, stage=0, tensor=0)
+    here, other = (client(server.address, timeout, place=(replica, 0)) for replica, timeout in ((1, 1.0), (0, 10.0)))
+    joiner = Gathering(config, place, here, ("127.0.0.1", 1))
+    same = {"versions": versions.here(), "config": run_id(config)}
+    other.announce("start", 0, 0, {"address": ["127.0.0.1", 2], "settings": "", **same})
+    other.announce("running", 0, 0, {"members": [0, 1]})
+    joiner.start()
+    assert joiner.joins and joiner.members == (0,)
+    assert guarded(lambda _: joiner.meet("theta0", "data"), None) == TRY_AGAIN
 
 
 def test_waiting_in_vain_says_for_whom(server, monkeypatch):
