@@ -24,10 +24,13 @@ if TYPE_CHECKING:
 OUTER_OPTIMIZERS: Mapping[str, frozenset[str]] = {
     "allreduce": frozenset(),
     "diloco": frozenset({"outer_lr", "outer_momentum", "nesterov", "weight_decay"}),
-    "gossip": frozenset({"group_size", "inner_phase"}),
+    "gossip": frozenset({"group_size", "pairing", "inner_phase"}),
     "local": frozenset(),
     "noloco": frozenset(
-        {"outer_lr", "outer_momentum", "gamma", "weight_decay", "group_size", "allow_unstable", "inner_phase"}
+        {
+            *("outer_lr", "outer_momentum", "nesterov", "gamma", "gamma_at_zero_lr", "combine", "weight_decay"),
+            *("group_size", "pairing", "allow_unstable", "inner_phase"),
+        }
     ),
 }
 """Which settings of the outer step each outer optimizer uses."""
@@ -272,18 +275,59 @@ def _outer(noloco: Noloco, topology: Topology) -> Iterator[str]:
             f"choose at most {replicas}"
         )
         return
-    if "gamma" not in used:
-        return
-    alpha, gamma, n = noloco.outer_momentum, noloco.gamma, noloco.group_size
-    radius = spectral_radius(alpha, gamma, n, replicas)
-    if radius >= 1 and not noloco.allow_unstable:
-        _, high = stable_gamma_range(alpha, n, replicas)
-        growth = "never shrink" if gamma == 0 else f"grow {math.sqrt(radius):.3f}-fold per outer step"
+    pairing = list(_pairing(noloco, replicas))
+    yield from pairing
+    if "gamma" in used and not pairing and not noloco.allow_unstable:
+        yield from _stability(noloco, replicas)
+
+
+def _pairing(noloco: Noloco, replicas: int) -> Iterator[str]:
+    if noloco.pairing != "random" and noloco.group_size != 2:
         yield (
-            f"outer_momentum α = {alpha}, gamma γ = {gamma} is unstable for groups of {n} among {replicas} replicas: "
-            f"the replicas' spread would {growth}. With this α, γ must lie in "
-            f"(0, {math.floor(high * 1000) / 1000:.3f}); lower α or γ, or set noloco.allow_unstable to study it"
+            f'noloco.pairing = "{noloco.pairing}" makes pairs; set noloco.group_size to 2 (given: '
+            f'{noloco.group_size}), or noloco.pairing to "random"'
         )
+    if noloco.pairing == "hypercube" and replicas.bit_count() != 1:
+        yield (
+            f'noloco.pairing = "hypercube" needs a power of two as topology.replicas (given: {replicas}); '
+            '"tournament" pairs any number'
+        )
+
+
+def outer_step_form(noloco: Noloco) -> dict[str, Any]:
+    """What `plan.stability` asks about an outer step beside α, γ, n and N."""
+    return {"nesterov": noloco.nesterov, "combine": noloco.combine, "pairing": noloco.pairing}
+
+
+def _stability(noloco: Noloco, replicas: int) -> Iterator[str]:
+    """γ, and the other end of its way where it follows the learning rate; there 0 is a limit that is hardly reached."""
+    alpha, n, form = noloco.outer_momentum, noloco.group_size, outer_step_form(noloco)
+    ends = {"gamma": noloco.gamma} | ({"gamma_at_zero_lr": end} if (end := noloco.gamma_at_zero_lr) else {})
+    for name, gamma in ends.items():
+        radius = spectral_radius(alpha, gamma, n, replicas, **form)
+        if radius >= 1:
+            _, high = stable_gamma_range(alpha, n, replicas, **form)
+            growth = "never shrink" if gamma == 0 else f"grow {math.sqrt(radius):.3f}-fold per outer step"
+            yield (
+                f"outer_momentum α = {alpha}, {name} γ = {gamma} is unstable for groups of {n} among {replicas} "
+                f"replicas{outer_step_words(noloco)}: the replicas' spread would {growth}. With this α, γ must lie in "
+                f"(0, {math.floor(high * 1000) / 1000:.3f}); lower α or γ, or set noloco.allow_unstable to study it"
+            )
+
+
+def outer_step_words(noloco: Noloco) -> str:
+    """The form of an outer step where it is not the paper's, for a sentence: "" or "(...)"."""
+    words = [
+        *([f'pairing "{noloco.pairing}"'] if noloco.pairing != "random" else []),
+        *(["look-ahead"] if noloco.nesterov else []),
+        *([f'combine "{noloco.combine}"'] if noloco.combine != "step" else []),
+    ]
+    return f" ({', '.join(words)})" if words else ""
+
+
+def _gamma_schedule(noloco: Noloco, deepspeed: dict[str, Any]) -> Iterator[str]:
+    if noloco.gamma_at_zero_lr is not None and not object_at(deepspeed, "scheduler"):
+        yield "noloco.gamma_at_zero_lr follows the inner learning rate, which is constant: give a scheduler"
 
 
 def _unused(noloco: Noloco, used: Collection[str]) -> Iterator[str]:
@@ -360,6 +404,7 @@ CHECKS: tuple[tuple[tuple[str, ...], Callable[..., Iterator[str]]], ...] = (
     (("noloco", "topology"), _inner_phase),
     (("deepspeed",), _deepspeed),
     (("noloco", "topology"), _outer),
+    (("noloco", "deepspeed"), _gamma_schedule),
     (("noloco",), _deadlines),
     (("run",), _output),
     (("run",), _resume),

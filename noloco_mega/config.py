@@ -169,15 +169,27 @@ class Noloco:
     outer_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.5
     """α: coefficient of the outer momentum δ ("noloco", "diloco")."""
     nesterov: bool = False
-    """"diloco": look ahead as torch.optim.SGD(nesterov=True) does, instead of heavy-ball momentum."""
+    """Look ahead as torch.optim.SGD(nesterov=True) does, instead of heavy-ball momentum ("noloco", "diloco")."""
     gamma: Annotated[float, Field(ge=0, le=1e6)] = 0.7
     """γ: consensus strength, the pull towards the group's mean slow weights ("noloco"). The paper gives no value."""
+    gamma_at_zero_lr: Annotated[float, Field(ge=0, le=1e6)] | None = None
+    """Let γ follow the inner learning rate: `gamma` where that is highest in the run, this value where it is zero, and
+    linear in between. Above `gamma`, replicas are pulled together as the rate decays; 0 makes γ proportional to it.
+    Absent: γ is constant ("noloco")."""
+    combine: Literal["step", "after"] = "step"
+    """Where the group's mean comes in ("noloco"). "step": in the step, as in the paper; replicas average outer
+    gradients, and the pull of γ enters the momentum. "after": adapt, then combine; every replica takes a step of its
+    own, and the weights that come out are pulled together. Stable for any α below 1 and γ below 2; γ = 1 averages."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """λ: decoupled outer weight decay, φ ← φ − β·λ·φ beside the step ("noloco", "diloco"); 0 in the paper."""
     group_size: Annotated[int, Field(ge=2, le=deepspeed_keys.LARGEST_COUNT)] = 2
     """n: replicas that average with each other in one outer step ("noloco", "gossip")."""
+    pairing: Literal["random", "hypercube", "tournament"] = "random"
+    """Who they are ("noloco", "gossip"). "random": drawn afresh for every outer step. "hypercube": pairs that have
+    not met, not even through others, within a cycle of log2 N outer steps; N is a power of two. "tournament": pairs
+    that have not met within a cycle of N − 1 outer steps. The last two are for groups of 2."""
     allow_unstable: bool = False
-    """Run (α, γ, n, N) outside the exact stability range; for studies of exactly that."""
+    """Run settings of the outer step outside their exact stability range; for studies of exactly that."""
     routing: Literal["random", "fixed"] = "random"
     """"random": each microbatch crosses each stage boundary to a randomly drawn replica of its site; "fixed": the
     ordinary pipeline."""

@@ -168,12 +168,17 @@ def _outer(config: Config) -> str:
         )
     if replicas == 1:
         return "One replica: γ multiplies zero, and any value is stable."
-    low, high = stable_gamma_range(noloco.outer_momentum, noloco.group_size, replicas)
-    radius = spectral_radius(noloco.outer_momentum, noloco.gamma, noloco.group_size, replicas)
+    alpha, n, form = noloco.outer_momentum, noloco.group_size, checks.outer_step_form(noloco)
+    low, high = stable_gamma_range(alpha, n, replicas, **form)
+    gammas = [noloco.gamma] + ([end] if (end := noloco.gamma_at_zero_lr) is not None else [])
+    factors = [
+        f"{spectral_radius(alpha, gamma, n, replicas, **form) ** 0.5:.3f} with γ = {gamma:g}" for gamma in gammas
+    ]
+    words = checks.outer_step_words(noloco)
+    follows = ", to which γ goes as the learning rate goes to zero" if len(gammas) > 1 else ""
     return (
-        f"Stability: with α = {noloco.outer_momentum:g}, groups of {noloco.group_size} among {replicas} replicas, γ "
-        f"must lie in ({low:g}, {high:.3f}); γ = {noloco.gamma:g} multiplies the spread by {radius**0.5:.3f} "
-        "per outer step."
+        f"Stability: with α = {alpha:g}, groups of {n} among {replicas} replicas{words}, γ must lie in "
+        f"({low:g}, {high:.3f}). Per outer step the spread is multiplied by {', by '.join(factors)}{follows}."
     )
 
 

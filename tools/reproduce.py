@@ -1,12 +1,13 @@
 """The paper's comparison at small scale: every outer optimizer, its ablations, and routing in distributed runs.
 
-    python -m tools.reproduce [--plan] [--report] [--quick] [--directory runs/reproduce]
+    python -m tools.reproduce [--plan] [--report] [--quick | --better] [--directory runs/reproduce]
 
 Runs all cells of noloco_mega/lab/matrix.py, two simulated ones at a time with one thread each, then the distributed
 ones one by one. Each finished cell is one JSON in the directory and is not run again; a cell that was stopped or
 killed goes on from its saved state. `--plan` prints the cells and how long they take, `--report` writes the tables of
 docs/results.md from what is there; both run nothing. `--quick` runs a small part, in a folder of its own, and fails
-unless all-reduce <= NoLoCo < local, with margins above two standard errors.
+unless all-reduce <= NoLoCo < local, with margins above two standard errors. `--better` compares the options of NoLoCo's
+outer step with a larger model, in a folder of its own too.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ from noloco_mega.metrics import read_rows, write_json
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "results.md"
-BEGIN, END = "<!-- tables: begin -->", "<!-- tables: end -->"
+BEGIN, END = "<!-- {}: begin -->", "<!-- {}: end -->"
+"""Of the tables of a scale on the page."""
 AT_ONCE = 2
 LEAST_TEXT_BYTES = 20_000_000
 FIRST_GUESS = {True: 3.0, False: 11.0}
@@ -47,6 +49,12 @@ second is a measurement: the model of matrix.py did 9.6 (N = 16) to 14.4 (N = 4)
 START_SECONDS = {True: 25.0, False: 7.0}
 """Of the imports and the first evaluation of such a cell."""
 POLL_SECONDS = 0.2
+SCALES = {
+    "quick": "a small part, and a check of the order that comes out",
+    "better": "the options of the outer step, with a model of a million parameters",
+}
+"""Beside the full one: the option's name, and what it says of itself. Each has a folder of its own."""
+PAGE_MARKS = {"full": "tables", "better": "options"}
 
 
 class Folder:
@@ -87,6 +95,7 @@ class Folder:
             "diverged_step": figures["diverged_step"],
             "tokens": cell.steps * config.replica_step_tokens * cell.replicas,
             "seconds": trained_seconds(config),
+            "curve": training_curve(config),
             "config": config.to_json(),
         }
         write_json(self.directory / f"{cell.name}.json", result)
@@ -117,7 +126,8 @@ class Folder:
         if not path.exists():
             return None
         result: dict[str, Any] = json.loads(path.read_text())
-        if _deciding(result["config"]) != _deciding(self._config(cell, result["rate"]).to_json()):
+        found = configs.with_defaults(result["config"])
+        if _deciding(found) != _deciding(self._config(cell, result["rate"]).to_json()):
             raise ValueError(f"{path} is of other settings than {cell.name} has now; move {self.directory} away")
         return result
 
@@ -140,6 +150,20 @@ def trained_seconds(config: configs.Config) -> float:
             total += (row["step"] - before) * config.replica_step_tokens / row["tokens_per_second"]
             before = row["step"]
     return total
+
+
+def training_curve(config: configs.Config) -> list[float]:
+    """Mean training loss over the replicas in each of tables.CURVE_PARTS parts of the run, nats per token."""
+    parts: list[list[tuple[int, float]]] = [[] for _ in range(tables.CURVE_PARTS)]
+    before: dict[int, int] = {}
+    for row in read_rows(ROOT / config.output / "metrics.jsonl"):
+        if row["loss"] is not None:
+            steps = row["step"] - before.get(row["replica"], 0)
+            parts[min((row["step"] - 1) * tables.CURVE_PARTS // config.run.steps, tables.CURVE_PARTS - 1)].append(
+                (steps, row["loss"])
+            )
+            before[row["replica"]] = row["step"]
+    return [sum(n * loss for n, loss in part) / max(sum(n for n, _ in part), 1) for part in parts]
 
 
 def command(cell: Cell, path: Path) -> list[str]:
@@ -323,20 +347,21 @@ def print_plan(folder: Folder) -> None:
     print(f"{done} of {total} cells done, about {folder.left_seconds() / 60:.0f} minutes left on {AT_ONCE} cores")
 
 
-def write_page(page: Path, text: str) -> None:
-    """Put the tables between the marks of the page. Raises ValueError where it has no such marks."""
-    before, begin, rest = page.read_text(encoding="utf-8").partition(BEGIN)
-    _, end, after = rest.partition(END)
+def write_page(page: Path, text: str, name: str = "tables") -> None:
+    """Put the tables between the marks of that name on the page. Raises ValueError where it has no such marks."""
+    first, last = BEGIN.format(name), END.format(name)
+    before, begin, rest = page.read_text(encoding="utf-8").partition(first)
+    _, end, after = rest.partition(last)
     if not begin or not end:
-        raise ValueError(f"{page} lacks the lines {BEGIN} and {END}, between which the tables go")
-    page.write_text(f"{before}{BEGIN}\n\n{text}\n{END}{after}", encoding="utf-8")
+        raise ValueError(f"{page} lacks the lines {first} and {last}, between which the tables go")
+    page.write_text(f"{before}{first}\n\n{text}\n{last}{after}", encoding="utf-8")
 
 
 def run(arguments: argparse.Namespace) -> None:
     directory = arguments.directory.resolve()
-    scale = matrix.QUICK if arguments.quick else matrix.FULL
+    scale = {"full": matrix.FULL, "quick": matrix.QUICK, "better": matrix.BETTER}[arguments.scale]
     data = directory / "data"
-    folder = Folder(directory / "quick" if arguments.quick else directory, scale, data_block(data))
+    folder = Folder(directory if arguments.scale == "full" else directory / arguments.scale, scale, data_block(data))
     if arguments.plan:
         print_plan(folder)
         return
@@ -344,13 +369,14 @@ def run(arguments: argparse.Namespace) -> None:
         prepare_data(data, scale.model["vocab_size"])
         run_cells(folder)
     facts = data / "corpus_facts.json"
-    text = tables.report(scale, folder.results, json.loads(facts.read_text()) if facts.exists() else None)
-    if arguments.report and not arguments.quick:
-        write_page(PAGE, text)
+    report = tables.report_of_options if arguments.scale == "better" else tables.report
+    text = report(scale, folder.results, json.loads(facts.read_text()) if facts.exists() else None)
+    if arguments.report and arguments.scale != "quick":
+        write_page(PAGE, text, PAGE_MARKS[arguments.scale])
         print(f"tables written to {PAGE.relative_to(ROOT)}")
     else:
         print(text)
-    if arguments.quick and not arguments.report:
+    if arguments.scale == "quick" and not arguments.report:
         print("\n".join(tables.check_order(scale, folder.results, scale.replicas[0])))
 
 
@@ -359,7 +385,10 @@ def main() -> int:
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--plan", action="store_true", help="print the cells and how long they take")
     what.add_argument("--report", action="store_true", help="write the tables of docs/results.md from what is there")
-    parser.add_argument("--quick", action="store_true", help="a small part, and a check of the order that comes out")
+    how_much = parser.add_mutually_exclusive_group()
+    for name, text in SCALES.items():
+        how_much.add_argument(f"--{name}", dest="scale", action="store_const", const=name, help=text)
+    parser.set_defaults(scale="full")
     parser.add_argument("--directory", type=Path, default=ROOT / "runs" / "reproduce", help="default: %(default)s")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     return guarded(run, parser.parse_args())

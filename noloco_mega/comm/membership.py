@@ -136,7 +136,7 @@ class Peers:
         members = self.members(outer_step, settings)
         if self.replica not in members:
             return ()
-        return pairing.partners(settings.seed, outer_step, members, settings.group_size, self.replica)
+        return pairing.partners(settings.seed, outer_step, members, settings.group_size, self.replica, settings.pairing)
 
     def agree(self, *flags: int) -> tuple[int, ...]:
         """`agree` over this replica's ranks."""

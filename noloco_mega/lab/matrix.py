@@ -32,6 +32,28 @@ ABLATIONS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Setting by name: the optimizer and what is changed. n = 2, H = 50 and pairing alone (gossip) are cells of the matrix.
 Without γ nothing holds the replicas together for ever, which the check at the start refuses unless it is asked for."""
+TOGETHER: dict[str, Any] = {
+    "combine": "after",
+    "gamma": 1.0,
+    "pairing": "hypercube",
+    "outer_momentum": 0.3,
+    "outer_lr": 1.0,
+}
+OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    "look-ahead": ("noloco", {"nesterov": True}),
+    "combine after": ("noloco", {"combine": "after", "gamma": 1.0}),
+    "hypercube": ("noloco", {"pairing": "hypercube"}),
+    "tournament": ("noloco", {"pairing": "tournament"}),
+    "gamma rises": ("noloco", {"gamma_at_zero_lr": 1.0}),
+    "gamma falls": ("noloco", {"gamma_at_zero_lr": 0.0}),
+    "a0.3 b1": ("noloco", {"outer_momentum": 0.3, "outer_lr": 1.0}),
+    "together": ("noloco", TOGETHER),
+    "together look-ahead": ("noloco", {**TOGETHER, "nesterov": True}),
+    "diloco b1": ("diloco", {"outer_lr": 1.0}),
+    "diloco b1.4": ("diloco", {"outer_lr": 1.4}),
+    "diloco b1 look-ahead": ("diloco", {"outer_lr": 1.0, "nesterov": True}),
+}
+"""The options of NoLoCo's outer step one by one, what was put together of them, and the rival: DiLoCo with other β."""
 DISTRIBUTED = (
     ("noloco", "fixed", 1),
     ("noloco", "fixed", 2),
@@ -58,6 +80,10 @@ class Scale:
 
     steps: int
     """Inner steps of a simulated cell."""
+    tuning_steps: int | None = None
+    """Of one that chooses a learning rate; absent: as many."""
+    inner_steps: Mapping[str, int] = field(default_factory=dict)
+    """H by optimizer, where it is not the paper's."""
     rates: tuple[float, ...]
     """Inner learning rates that are tried for each optimizer, ascending."""
     optimizers: tuple[str, ...] = OPTIMIZERS
@@ -68,6 +94,7 @@ class Scale:
     tuning_replicas: int = 8
     """N of those runs, and of the ablations."""
     ablations: tuple[str, ...] = tuple(ABLATIONS)
+    """Names in ABLATIONS or OPTIONS."""
     distributed: tuple[tuple[str, str, int], ...] = DISTRIBUTED
     distributed_steps: int = 200
     distributed_replicas: int = 4
@@ -90,6 +117,22 @@ QUICK = Scale(
     ablations=(),
     distributed=(),
 )
+
+
+BETTER = Scale(
+    steps=2400,
+    tuning_steps=600,
+    inner_steps={"noloco": 12, "allreduce": 12, "diloco": 20},
+    rates=(1e-3, 2e-3, 4e-3),
+    optimizers=("allreduce", "diloco", "noloco"),
+    replicas=(8,),
+    ablations=tuple(OPTIONS),
+    distributed=(),
+    batch_size=8,
+    save_every=300,
+    model={**MODEL, "hidden_size": 160, "num_layers": 3, "ffn_hidden_size": 448},
+)
+"""1.04 million parameters, 200 outer steps of NoLoCo and 120 of DiLoCo, whose ring sends 1.75 times as much in each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,8 +158,10 @@ class Cell:
 
 
 def cells(scale: Scale) -> list[Cell]:
-    """All cells, in the order in which they are run: what tunes a rate comes before what needs it."""
-    return [*_tuning(scale), *_matrix(scale), *_ablations(scale), *_distributed(scale)]
+    """All cells, in the order in which they are run: what tunes a rate comes before what needs it, and one seed is
+    whole before the next begins."""
+    of_seeds = [cell for seed in scale.seeds for cell in (*_matrix(scale, seed), *_ablations(scale, seed))]
+    return [*_tuning(scale), *of_seeds, *_distributed(scale)]
 
 
 def _tuning(scale: Scale) -> list[Cell]:
@@ -128,8 +173,8 @@ def _tuning(scale: Scale) -> list[Cell]:
             optimizer=optimizer,
             replicas=scale.tuning_replicas,
             seed=scale.tuning_seed,
-            steps=scale.steps,
-            noloco=PAPER[optimizer],
+            steps=scale.tuning_steps or scale.steps,
+            noloco=_noloco(scale, optimizer, {}),
             rate=rate,
         )
         for optimizer in scale.optimizers
@@ -137,37 +182,39 @@ def _tuning(scale: Scale) -> list[Cell]:
     ]
 
 
-def _matrix(scale: Scale) -> list[Cell]:
+def _matrix(scale: Scale, seed: int) -> list[Cell]:
     return [
         _simulated(scale, "matrix", optimizer, optimizer, replicas, seed, {})
-        for seed in scale.seeds
         for replicas in scale.replicas
         for optimizer in scale.optimizers
     ]
 
 
-def _ablations(scale: Scale) -> list[Cell]:
+def _ablations(scale: Scale, seed: int) -> list[Cell]:
+    known = ABLATIONS | OPTIONS
     return [
-        _simulated(
-            scale, "ablation", setting, ABLATIONS[setting][0], scale.tuning_replicas, seed, ABLATIONS[setting][1]
-        )
-        for seed in scale.seeds
+        _simulated(scale, "ablation", setting, known[setting][0], scale.tuning_replicas, seed, known[setting][1])
         for setting in scale.ablations
     ]
+
+
+def _noloco(scale: Scale, optimizer: str, changes: Mapping[str, Any]) -> dict[str, Any]:
+    own = {"inner_steps": scale.inner_steps[optimizer]} if optimizer in scale.inner_steps else {}
+    return {**PAPER[optimizer], **own, **changes}
 
 
 def _simulated(
     scale: Scale, part: str, setting: str, optimizer: str, replicas: int, seed: int, changes: Mapping[str, Any]
 ) -> Cell:
     return Cell(
-        name=f"{setting}_{replicas}x1_seed{seed}",
+        name=f"{setting.replace(' ', '_')}_{replicas}x1_seed{seed}",
         part=part,
         setting=setting,
         optimizer=optimizer,
         replicas=replicas,
         seed=seed,
         steps=scale.steps,
-        noloco={**PAPER[optimizer], **changes},
+        noloco=_noloco(scale, optimizer, changes),
     )
 
 

@@ -41,6 +41,9 @@ class Exchanged:
 class Outer(Protocol):
     """An outer optimizer on N replicas."""
 
+    settings: Noloco
+    """Those of the next outer step: between outer steps others may take their place that differ in γ."""
+
     def __init__(self, theta: Tensor, settings: Noloco) -> None:
         """`theta` [N, P] are the fast weights, which it keeps and changes in place; all rows are equal at the start."""
 
@@ -61,28 +64,21 @@ class NoLoCo(Outer):
     """Groups of n and the modified Nesterov step (outer/noloco.py)."""
 
     def __init__(self, theta: Tensor, settings: Noloco) -> None:
-        self._theta, self._settings = theta, settings
+        self._theta, self.settings = theta, settings
+        self._form = noloco.FORMS[settings.combine]
         self._phi = theta.clone()
         self._delta = torch.zeros_like(theta)
 
     @torch.no_grad()
     def step(self, outer_step: int) -> Exchanged:
-        settings, theta = self._settings, self._theta
-        noloco.contribution_(theta, self._phi, beta=settings.outer_lr, gamma=settings.gamma)
-        groups = pairing.groups(settings.seed, outer_step, range(len(theta)), settings.group_size)
+        settings, theta, phi, delta = self.settings, self._theta, self._phi, self._delta
+        self._form.contribute_(theta, phi, delta, settings)
+        groups = _groups(settings, outer_step, len(theta))
         exchanged = _exchanged(theta, groups)
         for group in groups:
             contributions = [theta[member] for member in group]
             for member in group:
-                noloco.update_(
-                    self._phi[member],
-                    self._delta[member],
-                    contributions,
-                    alpha=settings.outer_momentum,
-                    beta=settings.outer_lr,
-                    gamma=settings.gamma,
-                    weight_decay=settings.weight_decay,
-                )
+                self._form.update_(phi[member], delta[member], theta[member], contributions, settings)
         theta.copy_(self._phi)
         return exchanged
 
@@ -94,13 +90,13 @@ class DiLoCo(Outer):
     """One group of everybody (outer/diloco.py). All replicas hold the same φ and δ, so that one row of them is kept."""
 
     def __init__(self, theta: Tensor, settings: Noloco) -> None:
-        self._theta, self._settings = theta, settings
+        self._theta, self.settings = theta, settings
         self._phi = theta[0].clone()
         self._delta = torch.zeros_like(self._phi)
 
     @torch.no_grad()
     def step(self, outer_step: int) -> Exchanged:
-        settings = self._settings
+        settings = self.settings
         move = (self._theta.mean(0) - self._phi).mul_(settings.outer_lr)
         momentum_step_(
             self._phi,
@@ -122,12 +118,12 @@ class Gossip(Outer):
     """Groups of n and no momentum: θ_i ← the mean over the group of θ_j."""
 
     def __init__(self, theta: Tensor, settings: Noloco) -> None:
-        self._theta, self._settings = theta, settings
+        self._theta, self.settings = theta, settings
 
     @torch.no_grad()
     def step(self, outer_step: int) -> Exchanged:
-        settings, theta = self._settings, self._theta
-        groups = pairing.groups(settings.seed, outer_step, range(len(theta)), settings.group_size)
+        theta = self._theta
+        groups = _groups(self.settings, outer_step, len(theta))
         exchanged = _exchanged(theta, groups)
         for group in groups:
             theta[list(group)] = mean([theta[member] for member in group])
@@ -138,7 +134,7 @@ class AllReduce(Outer):
     """Gradients averaged over all replicas at every inner step; outer steps only report what those have moved."""
 
     def __init__(self, theta: Tensor, settings: Noloco) -> None:
-        self._theta = theta
+        self._theta, self.settings = theta, settings
         self._inner_steps = torch.zeros((), dtype=torch.int64)
 
     @torch.no_grad()
@@ -160,7 +156,7 @@ class Local(Outer):
     """Every replica trains alone; outer steps are only counted."""
 
     def __init__(self, theta: Tensor, settings: Noloco) -> None:
-        self._replicas = len(theta)
+        self._replicas, self.settings = len(theta), settings
 
     def step(self, outer_step: int) -> Exchanged:
         return _nobody(self._replicas)
@@ -173,6 +169,11 @@ OPTIMIZERS: dict[str, type[Outer]] = {
     "allreduce": AllReduce,
     "local": Local,
 }
+
+
+def _groups(settings: Noloco, outer_step: int, replicas: int) -> pairing.Groups:
+    """Of a step in which everybody is present."""
+    return pairing.groups(settings.seed, outer_step, range(replicas), settings.group_size, settings.pairing)
 
 
 def _exchanged(tensors: Tensor, groups: list[tuple[int, ...]]) -> Exchanged:

@@ -22,6 +22,7 @@ from noloco_mega.lab import outer, stacked
 from noloco_mega.lab.inner import InnerOptimizer
 from noloco_mega.lab.inner_steps import Rule
 from noloco_mega.lab.model import StackedModel, joined
+from noloco_mega.outer.schedule import settings_after
 from noloco_mega.plan.routing import IdentityRoutes, RandomRoutes, Routes
 
 PROBED = 256
@@ -100,6 +101,7 @@ class Simulation:
         self._leaves = self._leaf_views()
         self.inner = InnerOptimizer(self.theta, self._gradients, config.deepspeed)
         self.outer = outer.OPTIMIZERS[config.noloco.optimizer](self.theta, config.noloco)
+        self._settings_after = settings_after(config)
         self._routes = self._routes_of_sites()
 
     def inner_step(self) -> InnerReport:
@@ -131,6 +133,7 @@ class Simulation:
     def take_outer_step(self, rule: Rule) -> outer.Exchanged:
         """The outer step that is due; `rule` says how long the next phase is."""
         counters, before = self.counters, self.deviation().relative
+        self.outer.settings = self._settings_after(self.step)
         exchanged = self.outer.step(self.outer_step)
         counters.outer_step += 1
         counters.phase_began = self.step

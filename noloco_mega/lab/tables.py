@@ -17,6 +17,8 @@ from noloco_mega.lab.matrix import Cell, Scale, cells, tuned_rates
 Result = Mapping[str, Any]
 Results = Mapping[str, Result]
 NOT_RUN = "not run"
+CURVE_PARTS = 8
+"""Parts of a run whose mean training losses are kept."""
 
 
 def perplexity(result: Result) -> float:
@@ -82,6 +84,14 @@ def check_order(scale: Scale, results: Results, replicas: int) -> list[str]:
 
 def report(scale: Scale, results: Results, corpus: Mapping[str, Any] | None) -> str:
     """All tables as Markdown. `corpus` says how much text there is ("files", "text_bytes"); None: not made yet."""
+    parts = [_state(scale, results, corpus), _tuning_table(scale, results), _matrix_table(scale, results)]
+    parts.append(_ablation_table(scale, results))
+    if scale.distributed:
+        parts.append(_distributed_table(scale, results))
+    return "\n\n".join(parts) + "\n"
+
+
+def _state(scale: Scale, results: Results, corpus: Mapping[str, Any] | None) -> str:
     missing = sum(cell.name not in results for cell in cells(scale))
     total = len(cells(scale))
     if missing:
@@ -90,10 +100,13 @@ def report(scale: Scale, results: Results, corpus: Mapping[str, Any] | None) -> 
         state = f"All {total} runs are done."
     if corpus is not None:
         state += f" Text: {corpus['text_bytes'] / 1e6:.1f} MB in {corpus['files']} files."
-    parts = [state, _tuning_table(scale, results), _matrix_table(scale, results), _ablation_table(scale, results)]
-    if scale.distributed:
-        parts.append(_distributed_table(scale, results))
-    return "\n\n".join(parts) + "\n"
+    return state
+
+
+def report_of_options(scale: Scale, results: Results, corpus: Mapping[str, Any] | None) -> str:
+    """The tables of the options of NoLoCo's outer step; see `report`."""
+    parts = [_state(scale, results, corpus), _tuning_table(scale, results), _options_table(scale, results)]
+    return "\n\n".join([*parts, _curves_table(scale, results)]) + "\n"
 
 
 def _seeds(scale: Scale, part: str, setting: str, replicas: int, stages: int = 1) -> list[Cell]:
@@ -202,3 +215,47 @@ def _distributed_table(scale: Scale, results: Results) -> str:
         rows.append(_row([optimizer, str(stages), routing], group, reference, results))
     title = f"Routing, in distributed runs of {replicas} replicas"
     return _table(title, ["optimizer", "stages", "routing", *_columns("NoLoCo with fixed routes, 2 stages")], rows)
+
+
+def loss(result: Result) -> float:
+    """Mean validation loss over the replicas; infinite for a run that diverged."""
+    return math.inf if result["diverged_step"] is not None else float(np.mean(result["replicas"]))
+
+
+def gap_closed(ours: Result, noloco: Result, allreduce: Result) -> float:
+    """The share of the loss between NoLoCo and all-reduce that `ours` saves: 0 like the one, 1 like the other."""
+    return (loss(noloco) - loss(ours)) / (loss(noloco) - loss(allreduce))
+
+
+def _settings(scale: Scale) -> list[tuple[str, str]]:
+    """Part and setting of the rows of the options' tables."""
+    return [*(("matrix", name) for name in scale.optimizers), *(("ablation", name) for name in scale.ablations)]
+
+
+def _options_table(scale: Scale, results: Results) -> str:
+    replicas = scale.tuning_replicas
+    noloco, allreduce = (_seeds(scale, "matrix", name, replicas) for name in ("noloco", "allreduce"))
+    rows = []
+    for part, setting in _settings(scale):
+        group = _seeds(scale, part, setting, replicas)
+        shares = [
+            gap_closed(*(results[cell.name] for cell in cells_of_seed))
+            for cells_of_seed in zip(group, noloco, allreduce, strict=True)
+            if all(cell.name in results for cell in cells_of_seed)
+        ]
+        closed = _pm([100 * share for share in shares], 0) + " %" if shares else NOT_RUN
+        rows.append(_row([setting], group, noloco, results) + f" {closed} |")
+    columns = ["setting", *_columns("NoLoCo"), "share of the gap to all-reduce closed"]
+    return _table(f"Options of the outer step, in the simulator, N = {replicas}", columns, rows)
+
+
+def _curves_table(scale: Scale, results: Results) -> str:
+    """Training losses on the way, of the seeds that are there."""
+    rows = []
+    for part, setting in _settings(scale):
+        group = _seeds(scale, part, setting, scale.tuning_replicas)
+        curves = [results[cell.name]["curve"] for cell in group if cell.name in results]
+        text = [f"{value:.3f}" for value in np.mean(curves, axis=0)] if curves else [NOT_RUN] * CURVE_PARTS
+        rows.append(_line([setting, *text]))
+    title = "Curves: mean training loss in each eighth of the run, nats per token"
+    return _table(title, ["setting", *(f"{part + 1}/{CURVE_PARTS}" for part in range(CURVE_PARTS))], rows)

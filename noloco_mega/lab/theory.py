@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from noloco_mega.config import Noloco
-from noloco_mega.plan import pairing
+from noloco_mega.plan.pairing import groups, period
 from noloco_mega.plan.stability import consensus_fraction
 
 GOLDEN_RATIO = (1 + math.sqrt(5)) / 2
@@ -85,7 +85,7 @@ def simulate_quadratic(
     means, mean_squares, variances = [], [], []
     for outer_step in range(warmup + outer_steps):
         progress = quadratic.inner_phase(phi, random) - phi
-        for group in pairing.groups(settings.seed, outer_step, range(replicas), settings.group_size):
+        for group in groups(settings.seed, outer_step, range(replicas), settings.group_size):
             members = list(group)
             pull = phi[members] - phi[members].mean(0)
             delta[members] = (
@@ -146,59 +146,97 @@ def exponent(x: list[float], y: list[float]) -> float:
 
 
 class GrowthMeter:
-    """The growth of the replicas' second moments under real random groups, measured by simulation alone.
+    """The growth of the replicas' second moments under real groups, measured by simulation alone.
 
-    `walkers` independent copies of N deviations (φ, δ) take outer steps without inner ones, each with groups of its
-    own out of those that plan/pairing.py draws. The mean of ‖φ‖² + ‖δ‖² over walkers is dominated by the few that
-    happened to grow most, so that after each step walkers are drawn anew in proportion to it and scaled back to 1: the
-    product of the mean factors estimates E‖·‖², not the growth of a typical walker, which is smaller.
+    `walkers` independent copies of N deviations (φ, δ) take outer steps without inner ones, each in cycles of its own
+    out of those that plan/pairing.py draws (a cycle of random groups is one outer step). The mean of ‖φ‖² + ‖δ‖² over
+    walkers is dominated by the few that happened to grow most, so that after each cycle walkers are drawn anew in
+    proportion to it and scaled back to 1: the product of the mean factors estimates E‖·‖², not the growth of a typical
+    walker, which is smaller.
     """
 
-    def __init__(self, group_size: int, replicas: int, *, elements: int = 8192, drawn: int = 6000) -> None:
-        """`elements` bounds walkers · N, `drawn` is how many outer steps' groups are drawn."""
+    def __init__(
+        self, group_size: int, replicas: int, pairing: str = "random", *, elements: int = 8192, drawn: int = 6000
+    ) -> None:
+        """`elements` bounds walkers · N, `drawn` is about how many outer steps' groups are drawn."""
         self._walkers = max(elements // replicas, 16)
         self._replicas = replicas
         whole = replicas // group_size
         self._parts = [slice(0, whole * group_size), slice(whole * group_size, replicas)]
         self._group_size = group_size
-        orders = []
-        for outer_step in range(drawn):
-            drawn_groups = pairing.groups(0, outer_step, range(replicas), group_size)
-            # The smaller group of those left over comes last.
-            ordered = sorted(drawn_groups, key=lambda group: -len(group))
-            orders.append([replica for group in ordered for replica in group])
-        self._orders = np.array(sorted(orders))
+        self._period = period(replicas, pairing)
+        cycles = []
+        for cycle in range(-(-drawn // self._period)):
+            orders = []
+            for outer_step in range(cycle * self._period, (cycle + 1) * self._period):
+                drawn_groups = groups(0, outer_step, range(replicas), group_size, pairing)
+                # The smaller group of those left over comes last.
+                ordered = sorted(drawn_groups, key=lambda group: -len(group))
+                orders.append([replica for group in ordered for replica in group])
+            cycles.append(orders)
+        # Each order as places in the one before it, in which a walker lies by then.
+        self._orders = np.array(sorted(cycles))
+        before = np.argsort(self._orders[:, :-1], 2)
+        self._orders[:, 1:] = np.take_along_axis(before, self._orders[:, 1:], 2)
 
-    def growth(self, alpha: float, gamma: float, *, warmup: int = 60, steps: int = 200) -> float:
-        """ln of the factor per outer step; −inf where nothing is left. The same random numbers at every call."""
+    def growth(
+        self,
+        alpha: float,
+        gamma: float,
+        *,
+        nesterov: bool = False,
+        combine: str = "step",
+        warmup: int = 60,
+        steps: int = 200,
+    ) -> float:
+        """ln of the factor per outer step; −inf where nothing is left. The same random numbers at every call. About
+        `warmup` and `steps` outer steps are taken, in whole cycles."""
         random = np.random.default_rng(0)
         state = random.standard_normal((2, self._walkers, self._replicas))
         state -= state.mean(2, keepdims=True)
+        ahead = alpha if nesterov else 1.0
+        warmup_cycles, measured_cycles = -(-warmup // self._period), -(-steps // self._period)
         total = 0.0
-        for step in range(warmup + steps):
-            # Copies of a walker lie side by side; multiples of the golden ratio give them groups far from each other.
+        for cycle in range(warmup_cycles + measured_cycles):
+            # Copies of a walker lie side by side; multiples of the golden ratio give them cycles far from each other.
             places = (np.arange(self._walkers) * GOLDEN_RATIO + random.random()) % 1
             orders = self._orders[(places * len(self._orders)).astype(int)]
-            phi, delta = np.take_along_axis(state, orders[None], 2)
-            delta = alpha * delta - gamma * self._deviations(phi)
-            state = np.stack((phi + delta, delta))
-            # Rounding leaves a common mean behind, which no group removes and which would outlive what shrinks.
-            state -= state.mean(2, keepdims=True)
+            for number in range(self._period):
+                phi, delta = np.take_along_axis(state, orders[None, :, number], 2)
+                if combine == "after":
+                    delta = alpha * delta
+                    phi = phi + ahead * delta
+                    phi = phi - gamma * self._deviations(phi)
+                else:
+                    pull = -gamma * self._deviations(phi)
+                    delta = alpha * delta + pull
+                    phi = phi + (alpha * delta + pull if nesterov else delta)
+                state = np.stack((phi, delta))
+                # Rounding leaves a common mean behind, which no group removes and which would outlive what shrinks.
+                state -= state.mean(2, keepdims=True)
             weights = np.square(state).sum((0, 2))
             if not weights.any():
                 return -math.inf
-            if step >= warmup:
+            if cycle >= warmup_cycles:
                 total += math.log(weights.mean())
             chosen = _systematic(weights, random.random())
             state = state[:, chosen] / np.sqrt(weights[chosen])[None, :, None]
-        return total / steps
+        return total / (measured_cycles * self._period)
 
-    def boundary(self, alpha: float, *, highest: float = 8.0, tolerance: float = 2e-3) -> float:
+    def boundary(
+        self,
+        alpha: float,
+        *,
+        nesterov: bool = False,
+        combine: str = "step",
+        highest: float = 8.0,
+        tolerance: float = 2e-3,
+    ) -> float:
         """The γ where the growth turns from negative to positive, by bisection in (0, highest); relative tolerance."""
         low, high = 0.0, highest
         while high - low > tolerance * high:
             middle = (low + high) / 2
-            if self.growth(alpha, middle) < 0:
+            if self.growth(alpha, middle, nesterov=nesterov, combine=combine) < 0:
                 low = middle
             else:
                 high = middle

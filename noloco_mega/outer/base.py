@@ -62,6 +62,7 @@ class OuterOptimizer(Protocol):
     """
 
     settings: Noloco
+    """Those of the next outer step: between outer steps others may take their place that differ in γ."""
     catches_up: bool
     """Whether a replica that is slower than the others may skip inner steps in order to meet them."""
 

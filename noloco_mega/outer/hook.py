@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from noloco_mega.config import Config, Noloco
 from noloco_mega.engine.weights import Masters
 from noloco_mega.outer import registry
 from noloco_mega.outer.base import OuterOptimizer, OuterReport
+from noloco_mega.outer.schedule import settings_after
 
 if TYPE_CHECKING:
     import torch
@@ -26,19 +28,26 @@ def attach(engine: DeepSpeedEngine, config: Config | Noloco, peers: Peers) -> Ho
             engine.backward(engine(batch))
             engine.step()
 
-    Raises ValueError for an engine without ZeRO stage 1's fp32 masters, or one that has a hook already.
+    Raises ValueError for an engine without ZeRO stage 1's fp32 masters, or one that has a hook already, and for a γ
+    that follows the learning rate where only a Noloco block is given.
     """
     if isinstance(getattr(engine.step, "__self__", None), Hook):
         raise ValueError("this engine has an outer optimizer already; call detach() on its hook first")
     settings = config if isinstance(config, Noloco) else config.noloco
     masters = Masters(engine)
-    return Hook(engine, masters, registry.build(masters, settings, peers))
+    return Hook(engine, masters, registry.build(masters, settings, peers), settings_after(config))
 
 
 class Hook:
     """An outer optimizer that drives itself by an engine's steps."""
 
-    def __init__(self, engine: DeepSpeedEngine, masters: Masters, optimizer: OuterOptimizer) -> None:
+    def __init__(
+        self,
+        engine: DeepSpeedEngine,
+        masters: Masters,
+        optimizer: OuterOptimizer,
+        settings_after: Callable[[int], Noloco],
+    ) -> None:
         self.step = 0
         """Inner steps taken: one that DeepSpeed skipped for an overflow counts, an accumulating microbatch doesn't."""
         self.outer_step = 0
@@ -50,6 +59,7 @@ class Hook:
         self.last_probe: tuple[torch.Tensor, torch.Tensor] | None = None
         """A few of this rank's masters right before and right after the last outer step (see Masters.probe)."""
         self.optimizer = optimizer
+        self._settings_after = settings_after
         self._masters = masters
         self._engine = engine
         self._engine_step = engine.step
@@ -96,6 +106,7 @@ class Hook:
         self.step += 1
         if self.optimizer.due(self.step):
             before = self._masters.probe()
+            self.optimizer.settings = self._settings_after(self.step)
             self.optimizer.launch(self.outer_step)
             self.last_report = self.optimizer.apply()
             self.last_probe = before, self._masters.probe()

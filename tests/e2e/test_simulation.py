@@ -23,6 +23,15 @@ SCHEDULE = {
     "type": "WarmupCosineLR",
     "params": {"total_num_steps": 24, "warmup_num_steps": 6, "warmup_min_ratio": 0.1, "cos_min_ratio": 0.1},
 }
+LOOKING_AHEAD = {"optimizer": "noloco", "nesterov": True, "pairing": "tournament", "gamma_at_zero_lr": 1.0}
+ADAPTING_FIRST = {"optimizer": "noloco", "combine": "after", "nesterov": True, "pairing": "hypercube"}
+OPTIONS = [
+    {"optimizer": "noloco", "nesterov": True},
+    {"optimizer": "noloco", "combine": "after"},
+    {"optimizer": "noloco", "pairing": "hypercube"},
+    {"optimizer": "gossip", "pairing": "tournament"},
+    {"optimizer": "noloco", "gamma_at_zero_lr": 0.0},
+]
 
 
 @pytest.fixture(autouse=True)
@@ -47,6 +56,9 @@ def simulated(raw, rule=None, tell=lambda text: None, **changes):
     [
         ({"optimizer": "noloco"}, 1, "fixed", 0.3),
         ({"optimizer": "noloco"}, 2, "random", 1.0),
+        (LOOKING_AHEAD, 1, "fixed", 0.3),
+        (ADAPTING_FIRST, 1, "fixed", 0.3),
+        *(pytest.param(option, 1, "fixed", 0.3, marks=pytest.mark.slow) for option in OPTIONS),
         pytest.param({"optimizer": "diloco", "nesterov": True}, 1, "fixed", 0.3, marks=pytest.mark.slow),
         pytest.param({"optimizer": "allreduce"}, 1, "fixed", 0.3, marks=pytest.mark.slow),
         pytest.param({"optimizer": "gossip"}, 1, "fixed", 0.3, marks=pytest.mark.slow),

@@ -9,7 +9,7 @@ import noloco_mega
 
 ROOT = Path(noloco_mega.__file__).parent
 LAYERS = [
-    ["grid", "deepspeed_keys", "plan.keys", "plan.stability", "quiet"],
+    ["grid", "deepspeed_keys", "plan.keys", "plan.pairing", "plan.stability", "quiet"],
     ["checks", "config", "costs", "device", "hostfile", "mcore_compat", "report", "versions"],
     ["plan"],
     ["comm", "launcher"],

@@ -27,6 +27,8 @@ def plan(seed):
         "routes": [[routes.forward(*place, replica) for replica in (0, 1, 2, 5)] for place in places],
         "pairs": [pairing.groups(seed, outer_step, {4, 2, 0, 1, 3}, 2) for outer_step in range(3)],
         "triples": pairing.groups(seed, 0, range(8), 3),
+        "hypercube": [pairing.groups(seed, outer_step, range(4), 2, "hypercube") for outer_step in (0, 1, 2)],
+        "tournament": [pairing.groups(seed, outer_step, range(5), 2, "tournament") for outer_step in (0, 1, 5)],
     }
 
 
@@ -37,6 +39,8 @@ GOLDEN = {
     "routes": [[5, 2, 1, 0], [1, 5, 2, 0], [2, 5, 0, 1]],
     "pairs": [[(0, 2), (1, 3), (4,)], [(0, 4), (1, 3), (2,)], [(0, 1), (2,), (3, 4)]],
     "triples": [(0, 4, 7), (1, 3, 5), (2, 6)],
+    "hypercube": [[(0, 3), (1, 2)], [(0, 2), (1, 3)], [(0, 2), (1, 3)]],
+    "tournament": [[(0, 3), (1, 4), (2,)], [(0, 2), (1,), (3, 4)], [(0, 2), (1, 3), (4,)]],
 }
 
 
@@ -131,11 +135,13 @@ def test_routes_differ_by_seed_and_by_members():
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8, 9])
-@pytest.mark.parametrize("group_size", [2, 3, 4])
-def test_groups_partition_the_members(size, group_size):
+@pytest.mark.parametrize(
+    ("group_size", "scheme"), [(2, "random"), (3, "random"), (4, "random"), (2, "hypercube"), (2, "tournament")]
+)
+def test_groups_partition_the_members(size, group_size, scheme):
     members = [10 + 3 * i for i in range(size)]
     for outer_step in range(30):
-        groups = pairing.groups(5, outer_step, members, group_size)
+        groups = pairing.groups(5, outer_step, members, group_size, scheme)
         assert sorted(replica for group in groups for replica in group) == members
         sizes = sorted((len(group) for group in groups), reverse=True)
         whole, rest = divmod(size, group_size)
@@ -143,7 +149,7 @@ def test_groups_partition_the_members(size, group_size):
         for group in groups:
             for replica in group:
                 others = tuple(sorted(set(group) - {replica}))
-                assert pairing.partners(5, outer_step, reversed(members), group_size, replica) == others
+                assert pairing.partners(5, outer_step, reversed(members), group_size, replica, scheme) == others
 
 
 @pytest.mark.parametrize(("size", "group_size"), [(5, 2), (7, 3), (8, 3)])
@@ -167,6 +173,58 @@ def test_every_pair_is_equally_likely_and_outer_steps_are_independent():
         in_a_row[partner[outer_step] - 1, partner[outer_step + 1] - 1] += 1
     assert_uniform(met)
     assert_uniform(in_a_row)
+
+
+@pytest.mark.parametrize("dimensions", [1, 2, 3, 4])
+def test_averaging_over_a_hypercube_ends_equal_in_a_cycle(dimensions):
+    replicas, rng = 1 << dimensions, np.random.default_rng(0)
+    assert pairing.period(replicas, "hypercube") == dimensions
+    for cycle in range(5):
+        values = rng.standard_normal(replicas)
+        mean = values.mean()
+        for outer_step in range(cycle * dimensions, (cycle + 1) * dimensions):
+            assert np.ptp(values) > 1e-3
+            for group in pairing.groups(3, outer_step, range(replicas), 2, "hypercube"):
+                values[list(group)] = values[list(group)].mean()
+        np.testing.assert_allclose(values, mean, atol=1e-12)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 8, 9, 16])
+def test_in_a_tournament_everybody_meets_everybody_once_a_cycle(size):
+    members = [10 + 3 * i for i in range(size)]
+    period = pairing.period(size, "tournament")
+    assert period == (size if size % 2 else size - 1)
+    for cycle in range(3):
+        steps = range(cycle * period, (cycle + 1) * period)
+        met = [group for step in steps for group in pairing.groups(4, step, members, 2, "tournament")]
+        assert sorted(group for group in met if len(group) == 2) == list(itertools.combinations(members, 2))
+        assert sorted(group for group in met if len(group) == 1) == [(member,) for member in members] * (size % 2)
+
+
+@pytest.mark.parametrize("scheme", ["hypercube", "tournament"])
+def test_over_the_cycles_every_pair_is_equally_likely(scheme):
+    size, first = 8, []
+    number = {pair: i for i, pair in enumerate(itertools.combinations(range(size), 2))}
+    for cycle in range(400):
+        first += pairing.groups(9, cycle * pairing.period(size, scheme), range(size), 2, scheme)
+    assert_uniform(np.bincount([number[pair] for pair in first], minlength=len(number)))
+
+
+def test_those_whose_partner_is_absent_pair_among_each_other():
+    everybody, present, idle = range(8), [0, 2, 3, 4, 7], 0
+    for outer_step in range(60):
+        whole = pairing.groups(5, outer_step, everybody, 2, "hypercube")
+        left = pairing.groups(5, outer_step, present, 2, "hypercube")
+        assert {group for group in whole if set(group) <= set(present)} <= set(left), "whom it leaves whole stay"
+        assert sorted(len(group) for group in left) == [1, 2, 2]
+        idle += (0,) in left
+    assert 3 < idle < 21, "nobody is always left over"
+
+
+def test_schemes_that_pair_refuse_larger_groups():
+    for scheme in ("hypercube", "tournament"):
+        with pytest.raises(ValueError, match=f'"{scheme}" makes pairs, and groups of 3'):
+            pairing.groups(0, 0, range(8), 3, scheme)
 
 
 def test_somebody_who_is_no_member_has_no_partners():
@@ -276,6 +334,39 @@ def test_what_a_group_removes(group_size, replicas):
             inside[list(group)] -= deviation[list(group)].mean()
         removed.append((inside**2).sum() / (deviation**2).sum())
     assert stability.consensus_fraction(group_size, replicas) == pytest.approx(np.mean(removed), abs=0.03)
+
+
+def test_the_stable_range_of_pairs_with_look_ahead():
+    """By the recursions of φ and δ written out, and the limits for N → ∞ that are known for them."""
+    for alpha, limit in {0.5: 1.30, 0.7: 1.09, 0.9: 0.85}.items():
+        _, high = stability.stable_gamma_range(alpha, 2, INFINITE, nesterov=True)
+        assert high == pytest.approx(limit, abs=0.005)
+    k, alpha, gamma = stability.consensus_fraction(2, 8), 0.6, 0.9
+    # With m = −γ·(φ − its group's mean): E m² = γ²k·a, E mφ = −γk·a, E mδ = −γk·b.
+    a, b, c = np.eye(3)
+    mm, mphi, mdelta = gamma**2 * k * a, -gamma * k * a, -gamma * k * b
+    new_c = alpha**2 * c + 2 * alpha * mdelta + mm
+    new_b = alpha * b + mphi + alpha**3 * c + (alpha**2 + alpha * (1 + alpha)) * mdelta + (1 + alpha) * mm
+    new_a = a + alpha**4 * c + (1 + alpha) ** 2 * mm + 2 * alpha**2 * b + 2 * (1 + alpha) * mphi
+    new_a = new_a + 2 * alpha**2 * (1 + alpha) * mdelta
+    expected = np.abs(np.linalg.eigvals(np.stack([new_a, new_b, new_c]))).max()
+    assert stability.spectral_radius(alpha, gamma, 2, 8, nesterov=True) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("pairing_", ["random", "hypercube", "tournament"])
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_adapting_first_is_stable_for_every_momentum(nesterov, pairing_):
+    for alpha, replicas in itertools.product((0.0, 0.5, 0.95), (2, 8)):
+        form = {"nesterov": nesterov, "combine": "after", "pairing": pairing_}
+        assert stability.stable_gamma_range(alpha, 2, replicas, **form)[1] == pytest.approx(2, abs=1e-4)
+
+
+@pytest.mark.parametrize("form", [{}, {"nesterov": True}, {"pairing": "hypercube"}, {"pairing": "tournament"}], ids=str)
+def test_every_gamma_below_the_largest_stable_one_is_stable(form):
+    for alpha, replicas in itertools.product((0.3, 0.9), (4, 8, 16)):
+        _, high = stability.stable_gamma_range(alpha, 2, replicas, **form)
+        radii = [stability.spectral_radius(alpha, gamma, 2, replicas, **form) for gamma in np.linspace(0.01, 4, 60)]
+        assert [radius < 1 for radius in radii] == list(np.linspace(0.01, 4, 60) < high)
 
 
 def test_the_limits_of_the_range():

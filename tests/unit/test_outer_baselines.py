@@ -143,7 +143,10 @@ def test_an_optimizer_without_state_refuses_one(optimizer):
         ({"optimizer": "gossip", "weight_decay": 0.1}, r"noloco\.weight_decay = 0\.1 has no effect"),
         ({"optimizer": "gossip", "group_size": 9}, r"group_size = 9 is larger than topology\.replicas = 4"),
         ({"optimizer": "diloco", "inner_phase": "seconds"}, r"noloco\.inner_phase = \"seconds\" has no effect"),
-        ({"optimizer": "noloco", "nesterov": True}, r"noloco\.nesterov = true has no effect"),
+        ({"optimizer": "gossip", "nesterov": True}, r"noloco\.nesterov = true has no effect"),
+        ({"optimizer": "diloco", "combine": "after"}, r"noloco\.combine = \"after\" has no effect"),
+        ({"optimizer": "diloco", "pairing": "tournament"}, r"noloco\.pairing = \"tournament\" has no effect"),
+        ({"optimizer": "gossip", "gamma_at_zero_lr": 1.0}, r"noloco\.gamma_at_zero_lr = 1\.0 has no effect"),
     ],
 )
 def test_settings_that_an_optimizer_would_ignore_are_refused(changes, complaint):

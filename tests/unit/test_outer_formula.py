@@ -6,6 +6,7 @@ collective that adds up there.
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 
 import numpy as np
@@ -87,7 +88,7 @@ class Ring:
                 addresses=dict.fromkeys(range(replicas), ("", 0)),
                 exchange=self.exchanges[-1],
                 partners=lambda t, s, replica=replica: pairing.partners(
-                    s.seed, t, range(replicas), s.group_size, replica
+                    s.seed, t, range(replicas), s.group_size, replica, s.pairing
                 ),
                 everybody=lambda s, replica=replica: everybody.of(replica, replicas),
                 agree=lambda *flags: flags,
@@ -122,12 +123,26 @@ def printed_step(theta, phi, delta, groups, settings):
     """The paper's Eq. 1 to 3 with two tensors and the appendix's sign, in float64: all of [N, P]."""
     outer_gradient = theta - phi
     new_phi, new_delta = phi.copy(), delta.copy()
+    if settings.combine == "after":
+        return adapt_then_combine(theta, phi, delta, groups, settings)
     for i, group in groups.items():
         consensus = phi[i] - np.mean([phi[j] for j in group], axis=0)
-        new_delta[i] = settings.outer_momentum * delta[i] - settings.gamma * consensus
-        new_delta[i] += settings.outer_lr / len(group) * np.sum([outer_gradient[j] for j in group], axis=0)
-        new_phi[i] = phi[i] + new_delta[i] - settings.outer_lr * settings.weight_decay * phi[i]
+        move = settings.outer_lr / len(group) * np.sum([outer_gradient[j] for j in group], axis=0)
+        move -= settings.gamma * consensus
+        new_delta[i] = settings.outer_momentum * delta[i] + move
+        step = settings.outer_momentum * new_delta[i] + move if settings.nesterov else new_delta[i]
+        new_phi[i] = phi[i] + step - settings.outer_lr * settings.weight_decay * phi[i]
     return new_phi, new_delta
+
+
+def adapt_then_combine(theta, phi, delta, groups, settings):
+    """The same for combine "after": everybody's own step, and then what the groups make of it."""
+    alpha, beta = settings.outer_momentum, settings.outer_lr
+    new_delta = alpha * delta + beta * (theta - phi)
+    psi = phi - beta * settings.weight_decay * phi
+    psi += alpha * new_delta + beta * (theta - phi) if settings.nesterov else new_delta
+    means = {i: np.mean([psi[j] for j in group], axis=0) for i, group in groups.items()}
+    return np.stack([psi[i] - settings.gamma * (psi[i] - means[i]) for i in range(len(phi))]), new_delta
 
 
 @pytest.mark.parametrize(
@@ -138,6 +153,10 @@ def printed_step(theta, phi, delta, groups, settings):
         (5, Noloco(group_size=3, outer_momentum=0.3, outer_lr=0.9, weight_decay=0.01)),
         (4, Noloco(group_size=4, gamma=0.0)),
         (1, Noloco()),
+        (5, Noloco(nesterov=True, outer_momentum=0.8, weight_decay=0.01)),
+        (5, Noloco(combine="after", gamma=0.9, group_size=3, weight_decay=0.01)),
+        (4, Noloco(combine="after", gamma=1.0, nesterov=True, pairing="hypercube")),
+        (5, Noloco(pairing="tournament")),
     ],
 )
 @pytest.mark.parametrize("chunk", [base.CHUNK_ELEMENTS, 64])
@@ -146,14 +165,15 @@ def test_three_steps_equal_the_printed_formula(replicas, settings, chunk, monkey
     ring = Ring(replicas, settings)
     phi = ring.weights()
     delta = np.zeros_like(phi)
+    alone = dataclasses.replace(settings, gamma=0.0)
     for outer_step in range(3):
         ring.walk()
         theta = ring.weights()
         partners = {
-            i: pairing.partners(settings.seed, outer_step, range(replicas), settings.group_size, i)
+            i: pairing.partners(settings.seed, outer_step, range(replicas), settings.group_size, i, settings.pairing)
             for i in range(replicas)
         }
-        old_phi = phi
+        old_phi, old_delta = phi, delta
         phi, delta = printed_step(theta, phi, delta, {i: (i, *partners[i]) for i in range(replicas)}, settings)
         reports = ring.step(outer_step)
         np.testing.assert_allclose(ring.weights(), phi, atol=2e-6)
@@ -162,6 +182,8 @@ def test_three_steps_equal_the_printed_formula(replicas, settings, chunk, monkey
             assert report.asked == report.received == partners[i] and not report.missed
             assert report.received_bytes == report.sent_bytes == 4 * (SIZE + 7) * len(partners[i])
             c = settings.outer_lr * (theta - old_phi) + settings.gamma * old_phi
+            if settings.combine == "after":
+                c, _ = adapt_then_combine(theta, old_phi, old_delta, dict.fromkeys(range(replicas), (0,)), alone)
             ratios = [np.linalg.norm(c[i] - c[j]) / np.linalg.norm(c[i]) for j in partners[i]]
             assert report.spread == (pytest.approx(np.mean(ratios), rel=1e-4) if ratios else None)
     assert ring.published == 3 * replicas
@@ -182,8 +204,9 @@ def test_all_members_of_a_group_add_the_bitwise_same_mean():
         assert torch.equal(optimizer.phi[0], ring.optimizers[0].phi[0])
 
 
-def test_a_missed_partner_leaves_a_group_of_one():
-    settings = Noloco()
+@pytest.mark.parametrize("combine", ["step", "after"])
+def test_a_missed_partner_leaves_a_group_of_one(combine):
+    settings = Noloco(combine=combine)
     ring = Ring(2, settings)
     ring.lost |= {(0, 1), (1, 0)}
     phi = ring.weights()
@@ -228,10 +251,43 @@ def test_a_partner_whose_weights_are_not_finite_is_left_out():
     np.testing.assert_allclose(ring.weights()[0], expected[0], atol=2e-6)
 
 
-@pytest.mark.parametrize(("replicas", "group_size"), [(8, 2), (7, 3)])
-def test_symmetric_success_keeps_the_mean_on_dilocos_trajectory(replicas, group_size):
+def test_look_ahead_is_torchs_sgd_on_outer_gradients_and_the_pull():
+    """Of every replica by itself: with the gradient −mean Δ_j + γ/β·(φ_i − mean φ_j) over its group."""
+    settings = Noloco(nesterov=True, outer_momentum=0.6, outer_lr=0.5, gamma=0.8)
+    ring = Ring(4, settings)
+    phis = [torch.tensor(row, requires_grad=True) for row in ring.weights()]
+    sgds = [torch.optim.SGD([phi], lr=0.5, momentum=0.6, nesterov=True) for phi in phis]
+    for outer_step in range(4):
+        moves = [torch.tensor(np.concatenate(move)) for move in ring.walk()]
+        for group in pairing.groups(settings.seed, outer_step, range(4), 2):
+            means = [sum(t[j].detach() for j in group) / 2 for t in (moves, phis)]
+            for i in group:
+                phis[i].grad = -means[0] + settings.gamma / settings.outer_lr * (phis[i].detach() - means[1])
+        for sgd in sgds:
+            sgd.step()
+        ring.step(outer_step)
+        np.testing.assert_allclose(ring.weights(), [phi.detach().numpy() for phi in phis], atol=2e-6)
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("form", [{}, {"combine": "after", "gamma": 1.0}])
+def test_one_group_of_everybody_is_diloco(nesterov, form):
+    settings = {"nesterov": nesterov, "outer_momentum": 0.7, "weight_decay": 0.02}
+    noloco = Ring(3, Noloco(group_size=3, **form, **settings))
+    diloco = Ring(3, Noloco(optimizer="diloco", **settings))
+    for outer_step in range(4):
+        for ring in (noloco, diloco):
+            ring.walk()
+            ring.step(outer_step)
+        np.testing.assert_allclose(noloco.weights(), diloco.weights(), atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("replicas", "group_size", "combine"), [(8, 2, "step"), (7, 3, "step"), (8, 2, "after"), (7, 3, "after")]
+)
+def test_symmetric_success_keeps_the_mean_on_dilocos_trajectory(replicas, group_size, combine):
     """Whoever pairs with whom, the replicas' mean takes DiLoCo's step with the mean of all outer gradients."""
-    settings = Noloco(group_size=group_size)
+    settings = Noloco(group_size=group_size, combine=combine)
     ring = Ring(replicas, settings)
     phi = ring.weights()[0]
     delta = np.zeros_like(phi)
@@ -288,6 +344,16 @@ def test_partners_follow_the_view_in_which_the_inner_phase_began():
     ]
     everybody, without_1 = [(1, 2), (0, 2), (0, 1)], [(2,), (), (0,)]
     assert partners == [everybody, everybody, without_1, without_1, everybody]
+
+
+def test_partners_follow_the_scheme_of_pairing():
+    for scheme in ("hypercube", "tournament"):
+        settings = Noloco(pairing=scheme)
+        log = [views.View(0, (0, 1, 2, 3))]
+        peers = [Peers(replica=r, view_log=log, addresses={}, exchange=None, group=None, device=None) for r in range(4)]
+        met = {(r, *peer.partners(t, settings)) for t in range(20) for r, peer in enumerate(peers)}
+        assert len(met) == 12, "everybody has met everybody"
+        assert all(peers[b].partners(0, settings) == (a,) for a in range(4) for b in peers[a].partners(0, settings))
 
 
 def test_state_survives_a_round_trip_and_refuses_another_layout():

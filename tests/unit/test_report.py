@@ -117,6 +117,17 @@ def test_an_exchange_that_takes_longer_than_it_may_is_refused():
         report.judge(sites, links(site_gbit_per_second=0.9 * limit))
 
 
+def test_the_stability_of_every_form_is_told():
+    tournament = {"noloco__pairing": "tournament", "noloco__nesterov": True}
+    text = report.describe(parse(changed(**tournament)))
+    assert 'among 4 replicas (pairing "tournament", look-ahead), γ must lie in (0, 1.399)' in text
+    follows = {"noloco__combine": "after", "noloco__gamma": 0.5, "noloco__gamma_at_zero_lr": 1.0}
+    cosine = {"type": "WarmupCosineLR", "params": {"total_num_steps": 10, "warmup_num_steps": 2}}
+    text = report.describe(parse(changed(**follows, scheduler=cosine)))
+    # A third of the variance is left by γ = 1, half of it by γ = 0.5: 1 − k + k·(1 − γ)², k = 2/3.
+    assert "multiplied by 0.707 with γ = 0.5, by 0.577 with γ = 1, to which γ goes as the learning rate" in text
+
+
 def test_the_command_prints_and_refuses(tmp_path, capsys):
     path = tmp_path / "c.json"
     path.write_text(json.dumps(changed()))

@@ -152,11 +152,11 @@ def test_the_order_is_asserted_with_its_margins():
 
 
 def test_the_page_keeps_its_text_around_the_tables(tmp_path):
-    page = tmp_path / "results.md"
-    page.write_text(f"before\n{reproduce.BEGIN}\nold\n{reproduce.END}\nafter\n")
+    page, begin, end = tmp_path / "results.md", *(mark.format("tables") for mark in (reproduce.BEGIN, reproduce.END))
+    page.write_text(f"before\n{begin}\nold\n{end}\nafter\n")
     reproduce.write_page(page, "new\n")
     reproduce.write_page(page, "newer\n")
-    assert page.read_text() == f"before\n{reproduce.BEGIN}\n\nnewer\n\n{reproduce.END}\nafter\n"
+    assert page.read_text() == f"before\n{begin}\n\nnewer\n\n{end}\nafter\n"
     page.write_text("nothing")
     with pytest.raises(ValueError, match="lacks"):
         reproduce.write_page(page, "new\n")
@@ -164,4 +164,5 @@ def test_the_page_keeps_its_text_around_the_tables(tmp_path):
 
 def test_the_repositorys_page_has_the_marks():
     text = reproduce.PAGE.read_text()
-    assert text.index(reproduce.BEGIN) < text.index(reproduce.END)
+    for name in reproduce.PAGE_MARKS.values():
+        assert text.index(reproduce.BEGIN.format(name)) < text.index(reproduce.END.format(name))

@@ -8,6 +8,7 @@ from noloco_mega.config import Noloco
 from noloco_mega.lab import outer
 from noloco_mega.outer import registry
 from noloco_mega.plan import pairing
+from tests.unit.test_outer_formula import printed_step
 
 REPLICAS, SIZE, STEPS = 7, 50, 6
 
@@ -45,6 +46,27 @@ def test_noloco_is_the_papers_formula(group_size):
                 assert exchanges[step].sent_bytes[i] == 4 * SIZE * len(others)
         phi = new
         np.testing.assert_allclose(after[step], phi, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        Noloco(nesterov=True, outer_momentum=0.8),
+        Noloco(combine="after", gamma=0.9, weight_decay=0.1),
+        Noloco(combine="after", nesterov=True, pairing="tournament"),
+        Noloco(pairing="hypercube"),
+    ],
+    ids=str,
+)
+def test_the_options_of_noloco_are_their_formulas(settings):
+    phi, moves, after, exchanges = walk("noloco", settings)
+    delta = np.zeros_like(phi)
+    for step, move in enumerate(moves):
+        groups = pairing.groups(settings.seed, step, range(REPLICAS), 2, settings.pairing)
+        of = {i: group for group in groups for i in group}
+        phi, delta = printed_step(phi + move, phi, delta, of, settings)
+        np.testing.assert_allclose(after[step], phi, atol=2e-5)
+        assert exchanges[step].partners == [tuple(j for j in of[i] if j != i) for i in range(REPLICAS)]
 
 
 def test_diloco_is_heavy_ball_on_the_mean():

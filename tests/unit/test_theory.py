@@ -55,6 +55,32 @@ def test_settings_without_a_stationary_state_are_refused():
         theory.quadratic_variances(quadratic, Noloco(group_size=3), 8)
 
 
+OPTIONS = [
+    {"nesterov": True},
+    {"combine": "after"},
+    {"nesterov": True, "combine": "after"},
+    {"pairing": "hypercube"},
+    {"pairing": "tournament"},
+    {"pairing": "tournament", "nesterov": True},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize(
+    "replicas, momenta",
+    [(4, (0.5, 0.9)), *(pytest.param(n, (0.0, 0.3, 0.5, 0.7, 0.9), marks=pytest.mark.slow) for n in (2, 5, 8, 16))],
+)
+def test_the_boundary_of_every_option_lies_within_two_percent_of_the_simulated_one(replicas, momenta, options):
+    if options.get("pairing") == "hypercube" and replicas == 5:
+        pytest.skip("no hypercube has 5 corners")
+    form = {name: value for name, value in options.items() if name != "pairing"}
+    meter = theory.GrowthMeter(2, replicas, options.get("pairing", "random"), elements=4096, drawn=2000)
+    for alpha in momenta:
+        _, gamma = stable_gamma_range(alpha, 2, replicas, **options)
+        inside, outside = (meter.growth(alpha, factor * gamma, steps=120, **form) for factor in (0.98, 1.02))
+        assert inside < 0 < outside, (alpha, gamma)
+
+
 @pytest.mark.parametrize(
     "replicas, momenta",
     [
