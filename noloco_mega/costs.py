@@ -11,12 +11,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from noloco_mega.config import Config
+    from noloco_mega.config import Config, Noloco
 
 SLOW_WEIGHTS = frozenset({"noloco", "diloco"})
 """The outer optimizers that keep φ and δ."""
 SMALL_GROUPS = frozenset({"noloco", "gossip"})
 """The outer optimizers whose replicas swap tensors in groups of n."""
+CODE_BLOCK = 64
+"""Weights that share a step under the modulo codec (comm/codec.py)."""
 FLOPS_PER_PARAMETER_AND_TOKEN = 6
 """Forward 2, backward 4 (Kaplan et al., arXiv 2001.08361, section 2.1); attention scores are left out."""
 
@@ -148,6 +150,14 @@ def partners_of_a_replica(config: Config) -> int:
     """n − 1: with how many others a replica swaps tensors in an outer step."""
     in_groups = config.noloco.optimizer in SMALL_GROUPS
     return min(config.noloco.group_size, config.topology.replicas) - 1 if in_groups else 0
+
+
+def message_bytes(noloco: Noloco, elements: int) -> int:
+    """What tells a tensor of `elements` weights to one other replica: 4 bytes each, or with a codec `codec_bits` each and
+    one byte per block, whose last one is filled up."""
+    if noloco.codec == "none":
+        return 4 * elements
+    return -(-elements // CODE_BLOCK) * (1 + CODE_BLOCK * noloco.codec_bits // 8)
 
 
 @dataclass(frozen=True, kw_only=True)
