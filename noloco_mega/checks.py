@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from noloco_mega import deepspeed_keys
 from noloco_mega.deepspeed_keys import object_at
-from noloco_mega.plan.stability import spectral_radius, stable_gamma_range
+from noloco_mega.plan.stability import rounding_noise, spectral_radius, stable_gamma_range
 
 if TYPE_CHECKING:
     from noloco_mega.config import Config, Data, Model, Noloco, Run, Topology
@@ -30,7 +30,9 @@ OUTER_OPTIMIZERS: Mapping[str, frozenset[str]] = {
         {"outer_lr", "outer_momentum", "gamma", "weight_decay", "group_size", "allow_unstable", "inner_phase"}
     ),
 }
-"""Which settings of the outer step each outer optimizer uses."""
+"""Which settings of the outer step each outer optimizer uses; CODECS has the codec's."""
+CODECS = {"noloco": ("none", "modulo"), "gossip": ("none", "modulo"), "diloco": ("none", "absmax")}
+"""What the settings `codec` of the outer optimizers that have one may be."""
 WAITS_FOR_EVERYBODY = frozenset({"allreduce", "diloco"})
 """The outer optimizers that average over all replicas."""
 
@@ -264,6 +266,7 @@ def _outer(noloco: Noloco, topology: Topology) -> Iterator[str]:
         )
     used = OUTER_OPTIMIZERS[noloco.optimizer]
     yield from _unused(noloco, used)
+    yield from _codec(noloco)
     if "group_size" not in used or replicas == 1:
         return
     if noloco.group_size > replicas:
@@ -272,18 +275,57 @@ def _outer(noloco: Noloco, topology: Topology) -> Iterator[str]:
             f"choose at most {replicas}"
         )
         return
+    noise, n = codec_noise(noloco), noloco.group_size
     if "gamma" not in used:
+        if spectral_radius(0, 1, n, replicas, noise) >= 1:
+            yield (
+                f"noloco.codec_range = {noloco.codec_range:g} with {noloco.codec_bits} bits: rounding would drive the "
+                "replicas further apart than averaging brings them together; take more bits or a smaller range"
+            )
         return
-    alpha, gamma, n = noloco.outer_momentum, noloco.gamma, noloco.group_size
-    radius = spectral_radius(alpha, gamma, n, replicas)
+    alpha, gamma = noloco.outer_momentum, noloco.gamma
+    radius = spectral_radius(alpha, gamma, n, replicas, noise)
     if radius >= 1 and not noloco.allow_unstable:
-        _, high = stable_gamma_range(alpha, n, replicas)
+        _, high = stable_gamma_range(alpha, n, replicas, noise=noise)
         growth = "never shrink" if gamma == 0 else f"grow {math.sqrt(radius):.3f}-fold per outer step"
         yield (
-            f"outer_momentum α = {alpha}, gamma γ = {gamma} is unstable for groups of {n} among {replicas} replicas: "
-            f"the replicas' spread would {growth}. With this α, γ must lie in "
+            f"outer_momentum α = {alpha}, gamma γ = {gamma} is unstable for groups of {n} among {replicas} replicas"
+            f"{_spoken_codec(noloco)}: the replicas' spread would {growth}. With this α, γ must lie in "
             f"(0, {math.floor(high * 1000) / 1000:.3f}); lower α or γ, or set noloco.allow_unstable to study it"
         )
+
+
+def codec_noise(noloco: Noloco) -> float:
+    """ν: what the codec's rounding errors add to the replicas' deviations, 0 without one (plan/stability.py)."""
+    return rounding_noise(noloco.codec_bits, noloco.codec_range) if noloco.codec == "modulo" else 0.0
+
+
+def run_problems(noloco: Noloco) -> Iterator[str]:
+    """Why a run can't do what a simulation can."""
+    if noloco.codec == "absmax":
+        yield (
+            'noloco.codec "absmax" is only simulated (tools/simulate_convergence.py): the all-reduce of a run adds up '
+            'no codes; set it to "none"'
+        )
+
+
+def _codec(noloco: Noloco) -> Iterator[str]:
+    codecs = CODECS.get(noloco.optimizer, ("none",))
+    if noloco.codec not in codecs:
+        known = " or ".join(f'"{name}"' for name in codecs)
+        yield f'noloco.codec "{noloco.codec}" is not for noloco.optimizer "{noloco.optimizer}"; set it to {known}'
+    used = {"none": (), "modulo": ("codec_bits", "codec_range"), "absmax": ("codec_bits",)}[noloco.codec]
+    defaults = {field.name: field.default for field in dataclasses.fields(noloco)}
+    for name in ("codec_bits", "codec_range"):
+        if name not in used and getattr(noloco, name) != defaults[name]:
+            value = getattr(noloco, name)
+            yield f'noloco.{name} = {value:g} has no effect on noloco.codec "{noloco.codec}"; leave it out'
+
+
+def _spoken_codec(noloco: Noloco) -> str:
+    if noloco.codec != "modulo":
+        return ""
+    return f", {noloco.codec_bits} bits for a range of {noloco.codec_range:g}"
 
 
 def _unused(noloco: Noloco, used: Collection[str]) -> Iterator[str]:

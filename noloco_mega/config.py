@@ -176,6 +176,15 @@ class Noloco:
     """λ: decoupled outer weight decay, φ ← φ − β·λ·φ beside the step ("noloco", "diloco"); 0 in the paper."""
     group_size: Annotated[int, Field(ge=2, le=deepspeed_keys.LARGEST_COUNT)] = 2
     """n: replicas that average with each other in one outer step ("noloco", "gossip")."""
+    codec: Literal["none", "modulo", "absmax"] = "none"
+    """How a replica's tensor travels. "none": fp32. "modulo": `codec_bits` per weight, read as what lies nearest to the
+    receiver's own tensor ("noloco", "gossip"); spend what it saves on a smaller inner_steps. "absmax": each replica's
+    outer gradient rounded to as many bits, with error feedback ("diloco"; only in the simulator)."""
+    codec_bits: Annotated[int, Field(ge=2, le=8)] = 4
+    """Bits per weight; one byte per 64 weights comes on top."""
+    codec_range: Annotated[float, Field(ge=2, le=1000)] = 5.0
+    """"modulo": half the range that a code can tell, in rms of the difference between two partners. Smaller: finer
+    steps, and more weights that wrap (`wrap_rate` in metrics.jsonl)."""
     allow_unstable: bool = False
     """Run (α, γ, n, N) outside the exact stability range; for studies of exactly that."""
     routing: Literal["random", "fixed"] = "random"

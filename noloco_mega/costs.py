@@ -153,7 +153,7 @@ def partners_of_a_replica(config: Config) -> int:
 
 
 def message_bytes(noloco: Noloco, elements: int) -> int:
-    """What tells a tensor of `elements` weights to one other replica: 4 bytes each, or with a codec `codec_bits` each and
+    """What tells a tensor of `elements` weights to one other replica: 4 bytes each; with a codec `codec_bits` each, and
     one byte per block, whose last one is filled up."""
     if noloco.codec == "none":
         return 4 * elements

@@ -168,8 +168,9 @@ def _outer(config: Config) -> str:
         )
     if replicas == 1:
         return "One replica: γ multiplies zero, and any value is stable."
-    low, high = stable_gamma_range(noloco.outer_momentum, noloco.group_size, replicas)
-    radius = spectral_radius(noloco.outer_momentum, noloco.gamma, noloco.group_size, replicas)
+    noise = checks.codec_noise(noloco)
+    low, high = stable_gamma_range(noloco.outer_momentum, noloco.group_size, replicas, noise=noise)
+    radius = spectral_radius(noloco.outer_momentum, noloco.gamma, noloco.group_size, replicas, noise)
     return (
         f"Stability: with α = {noloco.outer_momentum:g}, groups of {noloco.group_size} among {replicas} replicas, γ "
         f"must lie in ({low:g}, {high:.3f}); γ = {noloco.gamma:g} multiplies the spread by {radius**0.5:.3f} "

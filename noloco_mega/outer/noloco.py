@@ -10,6 +10,7 @@ Deviations, each on purpose:
 - The sign of β. Eq. 2 prints −β with Δ = θ − φ, which walks away from θ; Eq. 32 of the appendix has +β, as here.
 - One tensor travels instead of two. The sums need only c_j = β·Δ_j + γ·φ_j, and the first line becomes
   δ_i ← α·δ_i + (1/n)·Σ_j c_j − γ·φ_i. A replica alone (n = 1) takes δ ← α·δ + β·Δ in the same form.
+- With `codec` "modulo" c_j travels in a few bits per weight, and what stands for it in the sum is near it (coding.py).
 - Decoupled weight decay λ, absent from the paper: φ ← φ + δ − β·λ·φ.
 
 Shapes: all tensors are flat, [P] with P the elements of one master; c_j lives in θ_j's own memory.
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from noloco_mega.outer import coding
 from noloco_mega.outer.base import OuterReport, parts
 from noloco_mega.outer.group import GroupExchange, mean
 from noloco_mega.outer.slow import SlowWeights, momentum_step_
@@ -67,7 +69,9 @@ class NoLoCo(SlowWeights):
 
     def __init__(self, masters: Masters, settings: Noloco, peers: Peers) -> None:
         super().__init__(masters, settings, peers)
-        self._exchange = GroupExchange(masters, settings, peers)
+        # A replica that has not moved brings γ·φ.
+        how = coding.build(settings, masters.tensors, peers.replica, self.phi, settings.gamma)
+        self._exchange = GroupExchange(masters, settings, peers, how)
 
     @torch.no_grad()
     def launch(self, outer_step: int) -> None:
@@ -97,4 +101,8 @@ class NoLoCo(SlowWeights):
 
     def state_dict(self) -> dict[str, Any]:
         assert self._exchange.idle, "the state is only whole between outer steps"
-        return super().state_dict()
+        return super().state_dict() | self._exchange.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._exchange.load_state_dict(state)

@@ -151,7 +151,7 @@ def test_steps_have_limits():
         assert heads.item() & 127 == number
     heads, _ = codec.encode(torch.full((64,), 4.0), torch.tensor([0.0]), u, 4)
     assert steps_of(heads) == [4.0 * codec.FINEST]
-    assert codec.STEPS == sorted(codec.STEPS) and len(codec.STEPS) == codec.NOT_FINITE
+    assert sorted(codec.STEPS) == codec.STEPS and len(codec.STEPS) == codec.NOT_FINITE
 
 
 def test_dither_is_uniform_and_everybodys():

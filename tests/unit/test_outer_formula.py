@@ -27,23 +27,23 @@ class MemoryExchange:
 
     def __init__(self, replica, mail, lost):
         self.replica, self.mail, self.lost = replica, mail, lost
-        self.sent_bytes = self.received_bytes = 0
+        self.rank = self.sent_bytes = self.received_bytes = 0
 
     def launch(self, outer_step, send, receive, addresses, deadline_seconds, transfer_cap_seconds):
         self.mail[outer_step, self.replica] = [tensor.detach().clone() for tensor in send]
-        self.sent_bytes += sum(4 * tensor.numel() for tensor in send) * len(receive)
+        self.sent_bytes += sum(tensor.nbytes for tensor in send) * len(receive)
         return SimpleNamespace(
             wait=lambda: {p: self._receive(outer_step, p, buffers) for p, buffers in receive.items()}
         )
 
     def _receive(self, outer_step, partner, buffers):
         if (partner, self.replica) in self.lost:
-            for buffer in buffers:
-                buffer.fill_(float("nan"))  # a half-filled buffer must never be read
+            for buffer in buffers:  # a half-filled buffer must never be read
+                buffer.fill_(float("nan") if buffer.is_floating_point() else 0x5A)
             return Missed(partner, "lost", 0.0)
         for buffer, sent in zip(buffers, self.mail[outer_step, partner], strict=True):
             buffer.copy_(sent)
-        payload_bytes = sum(4 * buffer.numel() for buffer in buffers)
+        payload_bytes = sum(buffer.nbytes for buffer in buffers)
         self.received_bytes += payload_bytes
         return Received(partner, 0.0, payload_bytes, (self.replica, partner) not in self.lost)
 
