@@ -182,7 +182,7 @@ class Noloco:
     outer gradient rounded to as many bits, with error feedback ("diloco"; only in the simulator)."""
     codec_bits: Annotated[int, Field(ge=2, le=8)] = 4
     """Bits per weight; one byte per 64 weights comes on top."""
-    codec_range: Annotated[float, Field(ge=2, le=1000)] = 5.0
+    codec_range: Annotated[float, Field(ge=2, le=1000)] = 6.0
     """"modulo": half the range that a code can tell, in rms of the difference between two partners. Smaller: finer
     steps, and more weights that wrap (`wrap_rate` in metrics.jsonl)."""
     allow_unstable: bool = False

@@ -132,6 +132,8 @@ def _stages(config: Config) -> str:
 def _buffers(config: Config, on_gpu: bool) -> str:
     if not costs.partners_of_a_replica(config):
         return "no bytes"
+    if config.noloco.codec != "none":
+        return "4·P/D·(n − 1) and n messages"
     return "4·P/D·n" if on_gpu else "4·P/D·(n − 1)"
 
 
@@ -161,10 +163,13 @@ def _bytes(config: Config) -> str:
 
 def _outer(config: Config) -> str:
     noloco, replicas = config.noloco, config.topology.replicas
+    coded = _codec(config)
     if noloco.optimizer != "noloco":
         waits = noloco.optimizer in checks.WAITS_FOR_EVERYBODY
-        return f'Outer optimizer "{noloco.optimizer}": no stability range applies.' + (
-            " It waits for everybody: a lost replica ends the run." if waits else ""
+        return (
+            f'Outer optimizer "{noloco.optimizer}": no stability range applies.'
+            + (" It waits for everybody: a lost replica ends the run." if waits else "")
+            + coded
         )
     if replicas == 1:
         return "One replica: γ multiplies zero, and any value is stable."
@@ -174,7 +179,17 @@ def _outer(config: Config) -> str:
     return (
         f"Stability: with α = {noloco.outer_momentum:g}, groups of {noloco.group_size} among {replicas} replicas, γ "
         f"must lie in ({low:g}, {high:.3f}); γ = {noloco.gamma:g} multiplies the spread by {radius**0.5:.3f} "
-        "per outer step."
+        "per outer step." + coded
+    )
+
+
+def _codec(config: Config) -> str:
+    noloco = config.noloco
+    if noloco.codec == "none":
+        return ""
+    return (
+        f"\nIn an exchange a weight takes {noloco.codec_bits} bits and 1/8 for the step of its block, over a range of "
+        f"{noloco.codec_range:g} rms of the pair's difference."
     )
 
 

@@ -6,7 +6,8 @@ The sender has x, the receiver its own y; both know the step s and a dither u, u
     x̂ = (q − u)·s                                what the code means; x̂ − x is uniform in ±s/2 and independent of x
     q' = code + M·round((y/s + u − code)/M)      what the receiver takes for q: the point of this code nearest to y
 
-x̂ is x without bias, with the variance s²/12 (Schuchman's theorem on subtractive dither). q' = q as long as
+x̂ is x without bias, with the variance s²/12 (Schuchman's theorem on subtractive dither; ours has 256 values, which
+leaves a bias of s/512 at most). q' = q as long as
 |x̂ − y| < M·s/2, the *range*. Beyond it the code has *wrapped*: what is read is M·s off, and yet no further from y than
 the range. This is the code of Moniqua (arXiv 2002.11787) with dither that is subtracted again.
 
@@ -62,13 +63,13 @@ def code_bytes(elements: int, bits: int) -> int:
 
 
 def dither(key: int, elements: int, device: torch.device) -> Tensor:
-    """u of the blocks of `elements` weights: fp32 [B·BLOCK], one of 2^16 equally likely values symmetric around 0.
+    """u of the blocks of `elements` weights: fp32 [B·BLOCK], one of 256 equally likely values, symmetric around 0.
 
     The same for everybody who has the key.
     """
     count = blocks_of(elements) * BLOCK
-    words = keys.raw(key, count // 4).astype("<u8", copy=False).view("<i2")
-    return torch.from_numpy(words).to(device).float().add_(0.5).mul_(2.0**-16)
+    words = keys.raw(key, count // 8).astype("<u8", copy=False).view("i1")
+    return torch.from_numpy(words).to(device).float().add_(0.5).mul_(2.0**-8)
 
 
 def blocks(values: Tensor) -> Tensor:

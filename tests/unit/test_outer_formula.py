@@ -6,6 +6,7 @@ collective that adds up there.
 
 from __future__ import annotations
 
+import copy
 from types import SimpleNamespace
 
 import numpy as np
@@ -70,11 +71,11 @@ class MemoryCollective:
 
 
 class Ring:
-    """N replicas of two flat masters each, with outer optimizers and no processes."""
+    """N replicas of flat masters, two each unless other `sizes` are given, with outer optimizers and no processes."""
 
-    def __init__(self, replicas, settings, seed=0):
+    def __init__(self, replicas, settings, seed=0, sizes=(SIZE, 7)):
         self.random = np.random.default_rng(seed)
-        start = [self.random.standard_normal(SIZE), self.random.standard_normal(7)]
+        start = [self.random.standard_normal(size) for size in sizes]
         self.mail, self.lost, self.published = {}, set(), 0
         self.masters, self.optimizers, self.exchanges = [], [], []
         everybody = MemoryCollective(self.masters)
@@ -217,11 +218,12 @@ def test_a_partner_that_another_rank_missed_is_left_out():
     np.testing.assert_allclose(ring.weights()[0], expected[0], atol=2e-6)
 
 
-def test_a_partner_whose_weights_are_not_finite_is_left_out():
-    ring = Ring(2, Noloco())
+@pytest.mark.parametrize("settings", [Noloco(), Noloco(codec="modulo")], ids=["fp32", "modulo"])
+def test_a_partner_whose_weights_are_not_finite_is_left_out(settings):
+    ring = Ring(2, settings)
     phi = ring.weights()
     ring.walk()
-    expected, _ = printed_step(ring.weights(), phi, np.zeros_like(phi), {0: (0,), 1: (1,)}, Noloco())
+    expected, _ = printed_step(ring.weights(), phi, np.zeros_like(phi), {0: (0,), 1: (1,)}, settings)
     ring.masters[1][0][3] = float("nan")
     reports = ring.step(0)
     assert reports[0].received == () and "not finite" in reports[0].missed[1]
@@ -290,15 +292,20 @@ def test_partners_follow_the_view_in_which_the_inner_phase_began():
     assert partners == [everybody, everybody, without_1, without_1, everybody]
 
 
-def test_state_survives_a_round_trip_and_refuses_another_layout():
-    first, second = Ring(2, Noloco(), seed=3), Ring(2, Noloco(), seed=3)
+@pytest.mark.parametrize(
+    "settings",
+    [Noloco(), Noloco(codec="modulo"), Noloco(codec="modulo", optimizer="gossip")],
+    ids=["fp32", "modulo", "gossip"],
+)
+def test_state_survives_a_round_trip_and_refuses_another_layout(settings):
+    first, second = Ring(2, settings, seed=3), Ring(2, settings, seed=3)
     first.walk()
     first.step(0)
-    for source, target, own, copy in zip(
+    for source, target, own, twin in zip(
         first.optimizers, second.optimizers, first.masters, second.masters, strict=True
     ):
-        target.load_state_dict({key: [t.clone() for t in value] for key, value in source.state_dict().items()})
-        for a, b in zip(own, copy, strict=True):
+        target.load_state_dict(copy.deepcopy(source.state_dict()))
+        for a, b in zip(own, twin, strict=True):
             b.copy_(a)
     second.random = np.random.default_rng(9)
     first.random = np.random.default_rng(9)
