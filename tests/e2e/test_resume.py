@@ -56,6 +56,7 @@ def settings(precision, routes, tensor, stages, data, moment, writing):
         "topology": {"replicas": 2, "tensor": tensor, "stages": stages, "data": data},
         "bf16": {"enabled": precision == "bf16"},
         "noloco__routing": routes,
+        "noloco__codec": "modulo" if data == 2 else "none",
         "noloco__inner_steps": 4 if moment == "middle" else 5,
         "run__save_async": writing == "async",
     }
