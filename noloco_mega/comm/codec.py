@@ -141,12 +141,16 @@ def wrap_rate(odd_blocks: int, all_blocks: int) -> float:
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """uint8 [K], each below 2^bits, as K·bits/8 bytes: the first code in the lowest bits. K is a multiple of 8."""
+    """uint8 [K], each below 2^bits, as K·bits/8 bytes. K is a multiple of 8.
+
+    The codes are cut into as many equal parts as fill whole bytes together; word i has number i of each part, that of
+    the first one in its lowest bits. Neighbours in one word would take several times as long.
+    """
     per_group, group_bytes = _groups(bits)
-    columns = codes.view(-1, per_group)
-    word = columns[:, 0].to(torch.uint8 if group_bytes == 1 else torch.int64)
+    planes = codes.view(per_group, -1)
+    word = planes[0].to(torch.uint8 if group_bytes == 1 else torch.int64)
     for place in range(1, per_group):
-        word = word | columns[:, place].to(word.dtype) << bits * place
+        word = word | planes[place].to(word.dtype) << bits * place
     return word if group_bytes == 1 else word[:, None].view(torch.uint8)[:, :group_bytes].reshape(-1)
 
 
@@ -159,7 +163,7 @@ def unpack(packed: Tensor, bits: int) -> Tensor:
         whole[:, :group_bytes] = packed.view(-1, group_bytes)
         word = whole.view(torch.int64).squeeze(1)
     mask = (1 << bits) - 1
-    return torch.stack([(word >> bits * place & mask).to(torch.uint8) for place in range(per_group)], 1).view(-1)
+    return torch.cat([(word >> bits * place & mask).to(torch.uint8) for place in range(per_group)])
 
 
 def _groups(bits: int) -> tuple[int, int]:
