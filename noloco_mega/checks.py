@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from noloco_mega import deepspeed_keys
 from noloco_mega.deepspeed_keys import object_at
-from noloco_mega.plan.stability import spectral_radius, stable_gamma_range
+from noloco_mega.plan.stability import rounding_noise, spectral_radius, stable_gamma_range
 
 if TYPE_CHECKING:
     from noloco_mega.config import Config, Data, Model, Noloco, Run, Topology
@@ -33,7 +33,9 @@ OUTER_OPTIMIZERS: Mapping[str, frozenset[str]] = {
         }
     ),
 }
-"""Which settings of the outer step each outer optimizer uses."""
+"""Which settings of the outer step each outer optimizer uses; CODECS has the codec's."""
+CODECS = {"noloco": ("none", "modulo"), "gossip": ("none", "modulo"), "diloco": ("none", "absmax")}
+"""What the settings `codec` of the outer optimizers that have one may be."""
 WAITS_FOR_EVERYBODY = frozenset({"allreduce", "diloco"})
 """The outer optimizers that average over all replicas."""
 
@@ -267,6 +269,7 @@ def _outer(noloco: Noloco, topology: Topology) -> Iterator[str]:
         )
     used = OUTER_OPTIMIZERS[noloco.optimizer]
     yield from _unused(noloco, used)
+    yield from _codec(noloco)
     if "group_size" not in used or replicas == 1:
         return
     if noloco.group_size > replicas:
@@ -277,8 +280,17 @@ def _outer(noloco: Noloco, topology: Topology) -> Iterator[str]:
         return
     pairing = list(_pairing(noloco, replicas))
     yield from pairing
-    if "gamma" in used and not pairing and not noloco.allow_unstable:
+    if pairing or noloco.allow_unstable:
+        return
+    if "gamma" in used:
         yield from _stability(noloco, replicas)
+    elif noloco.codec == "modulo":
+        noise, n = codec_noise(noloco), noloco.group_size
+        if spectral_radius(0, 1, n, replicas, pairing=noloco.pairing, noise=noise) >= 1:
+            yield (
+                f"noloco.codec_range = {noloco.codec_range:g} with {noloco.codec_bits} bits: rounding would drive the "
+                "replicas further apart than averaging brings them together; take more bits or a smaller range"
+            )
 
 
 def _pairing(noloco: Noloco, replicas: int) -> Iterator[str]:
@@ -286,6 +298,11 @@ def _pairing(noloco: Noloco, replicas: int) -> Iterator[str]:
         yield (
             f'noloco.pairing = "{noloco.pairing}" makes pairs; set noloco.group_size to 2 (given: '
             f'{noloco.group_size}), or noloco.pairing to "random"'
+        )
+    if noloco.pairing == "tournament" and noloco.codec == "modulo" and not noloco.allow_unstable:
+        yield (
+            'whether rounding errors grow with noloco.pairing = "tournament" and codec = "modulo" is not known; take '
+            '"random" or "hypercube", or set noloco.allow_unstable to study it'
         )
     if noloco.pairing == "hypercube" and replicas.bit_count() != 1:
         yield (
@@ -296,7 +313,12 @@ def _pairing(noloco: Noloco, replicas: int) -> Iterator[str]:
 
 def outer_step_form(noloco: Noloco) -> dict[str, Any]:
     """What `plan.stability` asks about an outer step beside α, γ, n and N."""
-    return {"nesterov": noloco.nesterov, "combine": noloco.combine, "pairing": noloco.pairing}
+    return {
+        "nesterov": noloco.nesterov,
+        "combine": noloco.combine,
+        "pairing": noloco.pairing,
+        "noise": codec_noise(noloco),
+    }
 
 
 def _stability(noloco: Noloco, replicas: int) -> Iterator[str]:
@@ -321,6 +343,7 @@ def outer_step_words(noloco: Noloco) -> str:
         *([f'pairing "{noloco.pairing}"'] if noloco.pairing != "random" else []),
         *(["look-ahead"] if noloco.nesterov else []),
         *([f'combine "{noloco.combine}"'] if noloco.combine != "step" else []),
+        *([f"{noloco.codec_bits} bits for a range of {noloco.codec_range:g}"] if noloco.codec == "modulo" else []),
     ]
     return f" ({', '.join(words)})" if words else ""
 
@@ -328,6 +351,33 @@ def outer_step_words(noloco: Noloco) -> str:
 def _gamma_schedule(noloco: Noloco, deepspeed: dict[str, Any]) -> Iterator[str]:
     if noloco.gamma_at_zero_lr is not None and not object_at(deepspeed, "scheduler"):
         yield "noloco.gamma_at_zero_lr follows the inner learning rate, which is constant: give a scheduler"
+
+
+def codec_noise(noloco: Noloco) -> float:
+    """ν: what the codec's rounding errors add to the replicas' deviations, 0 without one (plan/stability.py)."""
+    return rounding_noise(noloco.codec_bits, noloco.codec_range) if noloco.codec == "modulo" else 0.0
+
+
+def run_problems(noloco: Noloco) -> Iterator[str]:
+    """Why a run can't do what a simulation can."""
+    if noloco.codec == "absmax":
+        yield (
+            'noloco.codec "absmax" is only simulated (tools/simulate_convergence.py): the all-reduce of a run adds up '
+            'no codes; set it to "none"'
+        )
+
+
+def _codec(noloco: Noloco) -> Iterator[str]:
+    codecs = CODECS.get(noloco.optimizer, ("none",))
+    if noloco.codec not in codecs:
+        known = " or ".join(f'"{name}"' for name in codecs)
+        yield f'noloco.codec "{noloco.codec}" is not for noloco.optimizer "{noloco.optimizer}"; set it to {known}'
+    used = {"none": (), "modulo": ("codec_bits", "codec_range"), "absmax": ("codec_bits",)}[noloco.codec]
+    defaults = {field.name: field.default for field in dataclasses.fields(noloco)}
+    for name in ("codec_bits", "codec_range"):
+        if name not in used and getattr(noloco, name) != defaults[name]:
+            value = getattr(noloco, name)
+            yield f'noloco.{name} = {value:g} has no effect on noloco.codec "{noloco.codec}"; leave it out'
 
 
 def _unused(noloco: Noloco, used: Collection[str]) -> Iterator[str]:

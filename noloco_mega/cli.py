@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from noloco_mega import launcher
-from noloco_mega.entry import add_config_arguments, guarded, load_config, rank_of_run
+from noloco_mega.entry import add_config_arguments, guarded, load_config, load_run, rank_of_run
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -105,7 +105,7 @@ def _check(arguments: argparse.Namespace) -> None:
         return
     from noloco_mega import report
 
-    config = load_config(arguments)
+    config = load_run(arguments)
     print(report.describe(config))
     if arguments.link_gbit_per_second is not None:
         links = report.Links(

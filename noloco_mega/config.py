@@ -188,6 +188,15 @@ class Noloco:
     """Who they are ("noloco", "gossip"). "random": drawn afresh for every outer step. "hypercube": pairs that have
     not met, not even through others, within a cycle of log2 N outer steps; N is a power of two. "tournament": pairs
     that have not met within a cycle of N − 1 outer steps. The last two are for groups of 2."""
+    codec: Literal["none", "modulo", "absmax"] = "none"
+    """How a replica's tensor travels. "none": fp32. "modulo": `codec_bits` per weight, read as what lies nearest to the
+    receiver's own tensor ("noloco", "gossip"); spend what it saves on a smaller inner_steps. "absmax": each replica's
+    outer gradient rounded to as many bits, with error feedback ("diloco"; only in the simulator)."""
+    codec_bits: Annotated[int, Field(ge=2, le=8)] = 4
+    """Bits per weight; one byte per 64 weights comes on top."""
+    codec_range: Annotated[float, Field(ge=2, le=1000)] = 6.0
+    """"modulo": half the range that a code can tell, in rms of the difference between two partners. Smaller: finer
+    steps, and more weights that wrap (`wrap_rate` in metrics.jsonl)."""
     allow_unstable: bool = False
     """Run settings of the outer step outside their exact stability range; for studies of exactly that."""
     routing: Literal["random", "fixed"] = "random"

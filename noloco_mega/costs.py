@@ -11,12 +11,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from noloco_mega.config import Config
+    from noloco_mega.config import Config, Noloco
 
 SLOW_WEIGHTS = frozenset({"noloco", "diloco"})
 """The outer optimizers that keep φ and δ."""
 SMALL_GROUPS = frozenset({"noloco", "gossip"})
 """The outer optimizers whose replicas swap tensors in groups of n."""
+CODE_BLOCK = 64
+"""Weights that share a step under the modulo codec (comm/codec.py)."""
 FLOPS_PER_PARAMETER_AND_TOKEN = 6
 """Forward 2, backward 4 (Kaplan et al., arXiv 2001.08361, section 2.1); attention scores are left out."""
 
@@ -73,15 +75,15 @@ class Memory:
     adam: int
     """8·P/D: the first and second moment, fp32."""
     phi: int
-    """4·P/D: slow weights φ, fp32 (outer optimizers "noloco" and "diloco")."""
+    """4·P/D: slow weights φ, fp32 (outer optimizers "noloco" and "diloco", and "gossip" with a codec)."""
     delta: int
     """4·P/D: outer momentum δ, fp32 (outer optimizers "noloco" and "diloco")."""
     activations: int
     """Kept for the backward pass: min(M, S − s) microbatches · layers of a stage · `layer_activation_bytes`, and on the
     last stage 4 bytes per logit of one microbatch (and for a moment a + 4 more, which are not counted)."""
     host_buffers: int
-    """4·P/D·(n − 1) to receive into; on a GPU 4·P/D more, pinned, to send from. In the host's memory; none where
-    everybody is averaged with."""
+    """4·P/D·(n − 1) to receive into; on a GPU 4·P/D more, pinned, to send from. With a codec 4·P/D·(n − 1) for what is
+    read, and n messages. In the host's memory; none where everybody is averaged with."""
 
     @property
     def device_total(self) -> int:
@@ -94,19 +96,25 @@ def memory(config: Config, stage: int, *, on_gpu: bool) -> Memory:
     topology, noloco = config.topology, config.noloco
     parameters = stage_parameters(config, stage)
     share = -(-parameters // topology.data)
-    outer = 4 * share if noloco.optimizer in SLOW_WEIGHTS else 0
-    partners = partners_of_a_replica(config)
-    exchanges = partners > 0
+    delta = 4 * share if noloco.optimizer in SLOW_WEIGHTS else 0
+    coded_gossip = noloco.optimizer == "gossip" and noloco.codec != "none"
     return Memory(
         weights=activation_bytes(config) * parameters,
         gradients=4 * parameters + (2 * parameters if config.bf16 else 4 * share),
         masters=4 * share,
         adam=8 * share,
-        phi=outer,
-        delta=outer,
+        phi=4 * share if coded_gossip else delta,
+        delta=delta,
         activations=_activations(config, stage),
-        host_buffers=4 * share * (partners + (1 if on_gpu and exchanges else 0)),
+        host_buffers=_host_buffers(config, share, on_gpu),
     )
+
+
+def _host_buffers(config: Config, share: int, on_gpu: bool) -> int:
+    partners = partners_of_a_replica(config)
+    if config.noloco.codec == "none" or not partners:
+        return 4 * share * (partners + (1 if on_gpu and partners else 0))
+    return 4 * share * partners + message_bytes(config.noloco, share) * (partners + 1)
 
 
 def layer_activation_bytes(config: Config) -> int:
@@ -150,6 +158,14 @@ def partners_of_a_replica(config: Config) -> int:
     return min(config.noloco.group_size, config.topology.replicas) - 1 if in_groups else 0
 
 
+def message_bytes(noloco: Noloco, elements: int) -> int:
+    """What tells a tensor of `elements` weights to one other replica: 4 bytes each; with a codec `codec_bits` each, and
+    one byte per block, whose last one is filled up."""
+    if noloco.codec == "none":
+        return 4 * elements
+    return -(-elements // CODE_BLOCK) * (1 + CODE_BLOCK * noloco.codec_bits // 8)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
     """Bytes sent; as many are received."""
@@ -162,10 +178,10 @@ class Traffic:
     replica_inner_outside: int
     """Of that, what leaves the replica on average: the part (k − 1)/k in a site of k replicas under random routing."""
     rank_outer: tuple[int, ...]
-    """Per stage: what one of its ranks sends in an outer step: 4·P/D to each of n − 1 partners ("noloco", "gossip");
-    2·(N − 1)/N·4·P/D, as a ring all-reduce does ("diloco")."""
+    """Per stage: what one of its ranks sends in an outer step: `message_bytes` of P/D (without a codec 4 each) to
+    each of n − 1 partners ("noloco", "gossip"); 2·(N − 1)/N times that, as a ring all-reduce does ("diloco")."""
     replica_outer: int
-    """The sum over a replica's ranks: about 4·(n − 1) or 8·(N − 1)/N bytes per parameter of the model."""
+    """The sum over a replica's ranks: without a codec about 4·(n − 1) or 8·(N − 1)/N bytes per parameter."""
     rank_gradients: tuple[int, ...]
     """Per stage: what one of its ranks sends in an inner step to average gradients over replicas: 2·(N − 1)/N·4·P/D
     ("allreduce")."""
@@ -188,8 +204,9 @@ def traffic(config: Config) -> Traffic:
     outside = (site - 1) / site if noloco.routing == "random" else 0.0
     shares = [-(-stage_parameters(config, stage) // topology.data) for stage in range(topology.stages)]
     replicas = topology.replicas
-    ring = tuple(4 * 2 * (replicas - 1) * share // replicas for share in shares)
-    rank_outer = tuple(4 * partners_of_a_replica(config) * share for share in shares)
+    messages = [message_bytes(noloco, share) for share in shares]
+    ring = tuple(2 * (replicas - 1) * message // replicas for message in messages)
+    rank_outer = tuple(partners_of_a_replica(config) * message for message in messages)
     if noloco.optimizer == "diloco":
         rank_outer = ring
     rank_gradients = ring if noloco.optimizer == "allreduce" else (0,) * topology.stages

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable
 
-from noloco_mega import config, launcher
+from noloco_mega import checks, config, launcher
 from noloco_mega.comm.rendezvous import StartFailed
 from noloco_mega.grid import Place
 
@@ -42,9 +42,17 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
 
 def rank_of_run(arguments: argparse.Namespace) -> tuple[config.Config, launcher.Launch, Place]:
     """The config, the launch and this process's place in it. Raises ConfigError or LaunchError."""
-    loaded = load_config(arguments)
+    loaded = load_run(arguments)
     launch = launcher.read()
     return loaded, launch, launcher.place(launch, loaded.topology.grid())
+
+
+def load_run(arguments: argparse.Namespace) -> config.Config:
+    """The config of a run. Raises ConfigError, too, for what can only be simulated."""
+    loaded = load_config(arguments)
+    if problems := list(checks.run_problems(loaded.noloco)):
+        raise config.ConfigError("\n".join(problems))
+    return loaded
 
 
 def load_config(arguments: argparse.Namespace) -> config.Config:

@@ -14,6 +14,8 @@
     missed, missed_reason      partners whose data did not arrive whole
     spread                     ‖c_i − c_j‖ / ‖c_i‖ of the exchange ("gossip": of the weights)
     unacknowledged             partners whose data arrived but who did not confirm that they have ours
+    wrap_rate                  share of the partners' weights whose codes had wrapped, most of which were mended: from
+                               the blocks that did not add up (comm/codec.py); null without a codec
     routed                     the replicas that the last inner step's microbatches were routed among
     redone_steps               inner steps since the last row that lost a link and were run again
     bad_steps                  inner steps since the last row whose gradient was not finite: they changed no weight
@@ -50,8 +52,8 @@ from noloco_mega.pipeline import StepLoss
 
 COLUMNS = (
     *("step", "replica", "loss", "lr", "grad_norm", "tokens", "tokens_per_second", "outer_step", "partner"),
-    *("exchange_seconds", "exchange_bytes", "missed", "missed_reason", "unacknowledged", "spread", "val_loss"),
-    *("routed", "redone_steps", "bad_steps", "skipped_steps", "present", "save_seconds", "at_end"),
+    *("exchange_seconds", "exchange_bytes", "missed", "missed_reason", "unacknowledged", "spread", "wrap_rate"),
+    *("val_loss", "routed", "redone_steps", "bad_steps", "skipped_steps", "present", "save_seconds", "at_end"),
     "val_loss_by_domain",
 )
 
@@ -257,6 +259,7 @@ class Journal:
             "missed_reason": "; ".join(f"{who}: {why}" for who, why in report.missed.items()) or None,
             "unacknowledged": len(report.unacknowledged),
             "spread": report.spread,
+            "wrap_rate": report.wrap_rate,
         }
 
     def _log(self, step: int, row: dict[str, Any]) -> None:

@@ -132,6 +132,8 @@ def _stages(config: Config) -> str:
 def _buffers(config: Config, on_gpu: bool) -> str:
     if not costs.partners_of_a_replica(config):
         return "no bytes"
+    if config.noloco.codec != "none":
+        return "4·P/D·(n − 1) and n messages"
     return "4·P/D·n" if on_gpu else "4·P/D·(n − 1)"
 
 
@@ -161,14 +163,19 @@ def _bytes(config: Config) -> str:
 
 def _outer(config: Config) -> str:
     noloco, replicas = config.noloco, config.topology.replicas
+    coded = _codec(config)
     if noloco.optimizer != "noloco":
         waits = noloco.optimizer in checks.WAITS_FOR_EVERYBODY
-        return f'Outer optimizer "{noloco.optimizer}": no stability range applies.' + (
-            " It waits for everybody: a lost replica ends the run." if waits else ""
+        return (
+            f'Outer optimizer "{noloco.optimizer}": no stability range applies.'
+            + (" It waits for everybody: a lost replica ends the run." if waits else "")
+            + coded
         )
     if replicas == 1:
         return "One replica: γ multiplies zero, and any value is stable."
     alpha, n, form = noloco.outer_momentum, noloco.group_size, checks.outer_step_form(noloco)
+    if noloco.pairing == "tournament" and form["noise"]:
+        return "Stability: not known for rounding errors under a tournament." + coded
     low, high = stable_gamma_range(alpha, n, replicas, **form)
     gammas = [noloco.gamma] + ([end] if (end := noloco.gamma_at_zero_lr) is not None else [])
     factors = [
@@ -178,7 +185,17 @@ def _outer(config: Config) -> str:
     follows = ", to which γ goes as the learning rate goes to zero" if len(gammas) > 1 else ""
     return (
         f"Stability: with α = {alpha:g}, groups of {n} among {replicas} replicas{words}, γ must lie in "
-        f"({low:g}, {high:.3f}). Per outer step the spread is multiplied by {', by '.join(factors)}{follows}."
+        f"({low:g}, {high:.3f}). Per outer step the spread is multiplied by {', by '.join(factors)}{follows}." + coded
+    )
+
+
+def _codec(config: Config) -> str:
+    noloco = config.noloco
+    if noloco.codec == "none":
+        return ""
+    return (
+        f"\nIn an exchange a weight takes {noloco.codec_bits} bits and 1/8 for the step of its block, over a range of "
+        f"{noloco.codec_range:g} rms of the pair's difference."
     )
 
 

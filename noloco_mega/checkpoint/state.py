@@ -9,8 +9,12 @@ Kinds of flat tensors, each of the shape [P] of a master and all of one layout:
     exp_avg, exp_avg_sq    the inner optimizer's state: whatever it keeps per element, under its own names
     outer.phi, outer.delta the outer optimizer's state: whatever its `state_dict` holds per element
 
+Tensors of no layout are good for a rank of the same slices only, and for a checkpoint: "rng", torch's random
+generators, and outer.* of other lengths, what the outer optimizer knows of blocks of weights. Any other rank begins
+without them.
+
 Numbers: the inner optimizer's step, counters of the engine and of the outer optimizer's hook, the losses that wait for
-the journal's next row. Torch's random generators are kept as tensors of no layout, of the kind "rng".
+the journal's next row.
 
 A rank whose slices are those of the one that saved reads its file back as it is: once, straight into the live tensors,
 summing it on the way. Any other topology verifies its share of the files, then puts each master together from the rows
@@ -71,12 +75,15 @@ class RankState:
 
         `losses` are the (total, microbatches) that the journal has not logged yet.
         """
-        flat, outer_numbers = self._flat()
+        flat, blocks, outer_numbers = self._flat()
         stored = [
             Stored(key=f"{kind}.{index}", kind=kind, tensor=tensor.detach(), layout=str(index))
             for kind, tensors in flat.items()
             for index, tensor in enumerate(tensors)
         ]
+        for kind, tensors in blocks.items():
+            for index, tensor in enumerate(tensors):
+                stored.append(Stored(key=f"{kind}.{index}", kind=kind, tensor=tensor.detach(), layout=None))
         for name, state in self._world.device.generator_states().items():
             stored.append(Stored(key=f"rng.{name}", kind="rng", tensor=state, layout=None))
         numbers = {
@@ -101,8 +108,9 @@ class RankState:
         numbers = (part or sources[0].parts[0])["numbers"]
         self._forget(kinds, numbers)
         targets = self._targets(kinds)
+        blocks: Flat = {}
         if part is not None:
-            self._load(sources[0], part, targets)
+            blocks = self._load(sources[0], part, targets)
         else:
             grid = self._world.grid
             verify_share(sources, grid.replica_rank(self._world.place), grid.replica_size)
@@ -111,7 +119,7 @@ class RankState:
             for kind, tensors in targets.items():
                 for index, target in enumerate(tensors):
                     self._assemble(kind, index, target, sources)
-        self._finish(numbers, targets)
+        self._finish(numbers, targets | blocks)
         return self._spread_losses(sources[0]) if part is None else [(t, count) for t, count in numbers["losses"]]
 
     def publish(self) -> None:
@@ -120,7 +128,7 @@ class RankState:
 
     def shape(self) -> RankShape:
         """What a state must be like for this rank to adopt it."""
-        flat, _ = self._flat()
+        flat, _, _ = self._flat()
         return RankShape(
             **self._slices_described(),
             elements={str(index): master.numel() for index, master in enumerate(self._masters.tensors)},
@@ -171,7 +179,7 @@ class RankState:
             counts += [numbers["hook"][name] for name in ("step", "outer_step")]
             if not all(type(count) is int and count >= 0 for count in counts):
                 return f"its counters are {counts}"
-            if numbers["hook"]["optimizer"].keys() != self._flat()[1].keys():
+            if numbers["hook"]["optimizer"].keys() != self._flat()[2].keys():
                 return f"its outer optimizer keeps {sorted(numbers['hook']['optimizer'])} beside tensors"
             if len(numbers["inner"]) != len(self._masters.tensors):
                 return f"its inner optimizer steps {len(numbers['inner'])} masters"
@@ -184,20 +192,23 @@ class RankState:
             return f"its numbers are malformed: {error!r}"
         return None
 
-    def _flat(self) -> tuple[Flat, dict[str, Any]]:
-        """All flat tensors by kind, and what else the outer optimizer's state holds."""
+    def _flat(self) -> tuple[Flat, Flat, dict[str, Any]]:
+        """All flat tensors by kind; those of other lengths that the outer optimizer's state holds; and its numbers."""
         flat: Flat = {"master": list(self._masters.tensors)}
         states = self._inner_states()
         for key in states[0]:
             if _per_element(states[0][key], self._masters.tensors[0]):
                 flat[key] = [state[key] for state in states]
+        blocks: Flat = {}
         numbers = {}
         for key, value in self._outer.state_dict()["optimizer"].items():
-            if isinstance(value, list) and all(map(_per_element, value, self._masters.tensors)):
+            if not (isinstance(value, list) and all(isinstance(item, torch.Tensor) for item in value)):
+                numbers[key] = value
+            elif all(map(_per_element, value, self._masters.tensors)):
                 flat[f"outer.{key}"] = value
             else:
-                numbers[key] = value
-        return flat, numbers
+                blocks[f"outer.{key}"] = value
+        return flat, blocks, numbers
 
     def _inner_states(self) -> list[dict[str, Any]]:
         """The inner optimizer's state of each master; empty before its first step."""
@@ -263,13 +274,17 @@ class RankState:
     def _named_slices(self) -> list[ParameterSlices]:
         return [self._slices[local] for local in self._local_names.values()]
 
-    def _load(self, source: SavedReplica, part: Part, targets: Flat) -> None:
-        """Everything in this rank's own file, by way of host memory where the state is on a GPU."""
+    def _load(self, source: SavedReplica, part: Part, targets: Flat) -> Flat:
+        """Everything in this rank's own file, by way of host memory where the state is on a GPU. What the outer
+        optimizer knows of blocks is returned, in the order of the masters."""
         device = self._world.device
         hosts, copies = {}, []
+        blocks: Flat = {}
         for stored in part["tensors"]:
-            if stored["kind"] == "rng":
-                hosts[stored["key"]] = torch.empty(stored["numel"], dtype=torch.uint8)
+            if stored["layout"] is None:
+                host = hosts[stored["key"]] = torch.empty(stored["numel"], dtype=getattr(torch, stored["dtype"]))
+                if stored["kind"] != "rng":
+                    blocks.setdefault(stored["kind"], []).append(host)
                 continue
             target = targets[stored["kind"]][int(stored["layout"])]
             hosts[stored["key"]] = target if target.device.type == "cpu" else device.host_tensor(target)
@@ -281,6 +296,7 @@ class RankState:
         device.set_generator_states(
             {key.removeprefix("rng."): host for key, host in hosts.items() if key.startswith("rng.")}
         )
+        return blocks
 
     def _assemble(self, kind: str, index: int, target: torch.Tensor, sources: Sequence[SavedReplica]) -> None:
         """One flat tensor from the boxes of its parameters."""

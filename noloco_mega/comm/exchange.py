@@ -144,7 +144,7 @@ class Exchange:
         self, *, replica: int, rank: int, listener: Listener, secret: bytes, run_id: str, fingerprint: str
     ) -> None:
         """Serve the listener's "exchange" hellos. `fingerprint` must be equal on both sides of every exchange."""
-        self.replica = replica
+        self.replica, self.rank = replica, rank
         self.sent_bytes = 0
         """Payload bytes handed to sockets so far, by all exchanges that have ended."""
         self.received_bytes = 0

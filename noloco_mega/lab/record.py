@@ -78,6 +78,7 @@ class Record:
             "partner": partners,
             "exchange_bytes": exchanged.payload_bytes,
             "spread": exchanged.spread,
+            "wrap_rate": exchanged.wrap_rate,
             "missed": [0] * simulation.replicas,
             "unacknowledged": [0] * simulation.replicas,
         }

@@ -19,11 +19,12 @@ CHUNK_ELEMENTS = 1 << 20
 """Elements that one pass of an update works on: bounds its temporaries, which are of this size."""
 
 
-def parts(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, slice]]:
-    """All of some flat tensors in pieces of CHUNK_ELEMENTS: (index of the tensor, elements of it)."""
+def parts(tensors: Sequence[torch.Tensor], elements: int | None = None) -> Iterator[tuple[int, slice]]:
+    """All of some flat tensors in pieces of `elements`, or CHUNK_ELEMENTS: (index of the tensor, elements of it)."""
+    size = elements or CHUNK_ELEMENTS
     for index, tensor in enumerate(tensors):
-        for start in range(0, tensor.numel(), CHUNK_ELEMENTS):
-            yield index, slice(start, start + CHUNK_ELEMENTS)
+        for start in range(0, tensor.numel(), size):
+            yield index, slice(start, start + size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +54,9 @@ class OuterReport:
     """‖c_i − c_j‖ / ‖c_i‖ of the exchanged tensors c over the whole replica, the mean over received partners j;
     None where nobody was received, or c is all zeros. A parameter that each of the T tensor ranks holds whole counts T
     times."""
+    wrap_rate: float | None = None
+    """Share of the received partners' weights that their codes could not tell apart (codec.wrap_rate), over the whole
+    replica; most of them were mended. None where nothing can wrap, or nobody was received."""
 
 
 class OuterOptimizer(Protocol):

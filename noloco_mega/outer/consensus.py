@@ -22,6 +22,7 @@ import torch
 from noloco_mega.comm.seats import AFTER_TRAINING
 from noloco_mega.engine.weights import Masters
 from noloco_mega.outer.base import parts
+from noloco_mega.outer.coding import Exact
 from noloco_mega.outer.group import GroupExchange, Swapped, mean
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ def reach(weights: Weights, peers: Peers, settings: Noloco, *, tolerance: float,
     quiet_rounds = 2 * math.ceil(math.log2(max(replicas, 2))) + 1
     misses: Counter[int] = Counter()
     spread, apart, number = None, torch.tensor([-1]), -1
-    exchange = GroupExchange(weights, settings, peers, notes=[apart])
+    exchange = GroupExchange(weights, settings, peers, Exact(weights.tensors), notes=[apart])
     while number < most_rounds - 1 and number - int(apart) < quiet_rounds:
         number += 1
         outer_step = AFTER_TRAINING + number

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from noloco_mega import checks
 from noloco_mega.outer.base import OuterReport, parts, report_of_all
 from noloco_mega.outer.slow import SlowWeights, momentum_step_
 
@@ -34,6 +35,9 @@ class DiLoCo(SlowWeights):
     catches_up = False  # everybody waits for the slowest
 
     def __init__(self, masters: Masters, settings: Noloco, peers: Peers) -> None:
+        """Raises ValueError for a codec, which only the simulator has."""
+        for problem in checks.run_problems(settings):
+            raise ValueError(problem)
         super().__init__(masters, settings, peers)
         self._everybody = peers.everybody(settings)
         self._outer_step: int | None = None

@@ -10,6 +10,7 @@ Deviations, each on purpose:
 - The sign of β. Eq. 2 prints −β with Δ = θ − φ, which walks away from θ; Eq. 32 of the appendix has +β, as here.
 - One tensor travels instead of two. The sums need only c_j = β·Δ_j + γ·φ_j, and the first line becomes
   δ_i ← α·δ_i + (1/n)·Σ_j c_j − γ·φ_i. A replica alone (n = 1) takes δ ← α·δ + β·Δ in the same form.
+- With `codec` "modulo" c_j travels in a few bits per weight, and what stands for it in the sum is near it (coding.py).
 - Decoupled weight decay λ, absent from the paper: φ ← φ + δ − β·λ·φ.
 
 Two options change the formula, alone or together:
@@ -44,6 +45,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from noloco_mega.outer import coding
 from noloco_mega.outer.base import OuterReport, parts
 from noloco_mega.outer.group import GroupExchange, mean
 from noloco_mega.outer.slow import SlowWeights, momentum_step_
@@ -84,6 +86,11 @@ class Form(Protocol):
     """The two halves of a step, on flat tensors [P] and in place."""
 
     @staticmethod
+    def at_rest(settings: Noloco) -> float:
+        """What a member brings that has not moved, in units of φ."""
+        ...
+
+    @staticmethod
     def contribute_(theta: torch.Tensor, phi: torch.Tensor, delta: torch.Tensor, settings: Noloco) -> None:
         """θ becomes what this member brings to its group; φ stays as it is."""
         ...
@@ -103,6 +110,10 @@ class Form(Protocol):
 
 class InStep(Form):
     """`combine: "step"`."""
+
+    @staticmethod
+    def at_rest(settings: Noloco) -> float:
+        return settings.gamma
 
     @staticmethod
     def contribute_(theta: torch.Tensor, phi: torch.Tensor, delta: torch.Tensor, settings: Noloco) -> None:
@@ -130,6 +141,10 @@ class InStep(Form):
 
 class AfterStep(Form):
     """`combine: "after"`. Between the halves δ belongs to the step that is under way, and φ to the last one."""
+
+    @staticmethod
+    def at_rest(settings: Noloco) -> float:
+        return 1.0
 
     @staticmethod
     def contribute_(theta: torch.Tensor, phi: torch.Tensor, delta: torch.Tensor, settings: Noloco) -> None:
@@ -165,7 +180,8 @@ class NoLoCo(SlowWeights):
     def __init__(self, masters: Masters, settings: Noloco, peers: Peers) -> None:
         super().__init__(masters, settings, peers)
         self._form = FORMS[settings.combine]
-        self._exchange = GroupExchange(masters, settings, peers)
+        how = coding.build(settings, masters.tensors, peers.replica, self.phi, self._form.at_rest(settings))
+        self._exchange = GroupExchange(masters, settings, peers, how)
 
     @torch.no_grad()
     def launch(self, outer_step: int) -> None:
@@ -188,4 +204,8 @@ class NoLoCo(SlowWeights):
 
     def state_dict(self) -> dict[str, Any]:
         assert self._exchange.idle, "the state is only whole between outer steps"
-        return super().state_dict()
+        return super().state_dict() | self._exchange.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._exchange.load_state_dict(state)

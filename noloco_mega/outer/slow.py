@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -49,15 +50,19 @@ class SlowWeights(OuterOptimizer):
     def state_dict(self) -> dict[str, Any]:
         return {"phi": self.phi, "delta": self.delta}
 
-    @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name, own in (("phi", self.phi), ("delta", self.delta)):
-            sizes = [tensor.numel() for tensor in own]
-            loaded = [tensor.numel() for tensor in state[name]]
-            if loaded != sizes:
-                raise ValueError(
-                    f"the outer optimizer's {name} has tensors of {sizes} elements on this rank, the state to load "
-                    f"{loaded}; load it with the topology that saved it"
-                )
-            for tensor, value in zip(own, state[name], strict=True):
-                tensor.copy_(value)
+        load_flat("phi", self.phi, state["phi"])
+        load_flat("delta", self.delta, state["delta"])
+
+
+@torch.no_grad()
+def load_flat(name: str, own: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    """Copy `values` into an optimizer's own flat tensors. Raises ValueError for other sizes."""
+    sizes, loaded = [tensor.numel() for tensor in own], [value.numel() for value in values]
+    if loaded != sizes:
+        raise ValueError(
+            f"the outer optimizer's {name} has tensors of {sizes} elements on this rank, the state to load {loaded}; "
+            "load it with the topology that saved it"
+        )
+    for tensor, value in zip(own, values, strict=True):
+        tensor.copy_(value)

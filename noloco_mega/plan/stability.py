@@ -17,6 +17,11 @@ and a run is stable only if the spectral radius of this map is below 1. For NoLo
 Pairs by hypercube or tournament have cycles, each with new random labels, and what is random in them are the labels
 alone: the map over a cycle is the mean over labels of the cycle's products of A and B.
 
+With the modulo codec every member of a group of m keeps (1 − 1/m) of the variance s²/12 of a rounding error
+(outer/coding.py), whose step s follows the difference of two replicas. What they exchange enters a step by A − B, so
+that k·B S Bᵀ becomes k·(B S Bᵀ + ν·(A − B) S (A − B)ᵀ); for NoLoCo's own step γ²k·a becomes γ²k·(1 + ν)·a. Under a
+hypercube the errors of an outer step stay among the Walsh functions that have its bit, which alone show in differences.
+
 The range printed in the paper (Eq. 74) is a bound on the mean, not on the variance, and is not safe: docs/method.md
 shows the counter-example.
 """
@@ -43,6 +48,14 @@ def consensus_fraction(group_size: int, replicas: int) -> float:
     return (replicas - math.ceil(replicas / group_size)) / (replicas - 1)
 
 
+def rounding_noise(bits: int, half_range: float) -> float:
+    """ν of the modulo codec with steps of 2·half_range/2^bits, in rms of the difference that the range is made for.
+
+    2/12 of the step's square: 0.065 for 4 bits and a range of 5.
+    """
+    return 2 / 12 * (2 * half_range / 2**bits) ** 2
+
+
 def step_matrices(
     alpha: float, gamma: float, *, nesterov: bool = False, combine: str = "step"
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -66,16 +79,23 @@ def spectral_radius(
     nesterov: bool = False,
     combine: str = "step",
     pairing: str = "random",
+    noise: float = 0.0,
 ) -> float:
-    """The growth per outer step of the replicas' second moments; below 1 the spread stays bounded."""
+    """The growth per outer step of the replicas' second moments; below 1 the spread stays bounded.
+
+    `noise` is ν. Raises ValueError for a tournament with noise, whose map is not known.
+    """
     if replicas == 1:
         return alpha**2
     common, within = step_matrices(alpha, gamma, nesterov=nesterov, combine=combine)
-    moments = np.kron(common, common), np.kron(within, within)
+    difference = common - within
+    moments = np.kron(common, common), np.kron(within, within) + noise * np.kron(difference, difference)
     match pairing:
         case "hypercube":
             cycle = _hypercube_cycle(*moments, replicas)
         case "tournament":
+            if noise:
+                raise ValueError("what rounding errors do under a tournament is not known")
             cycle = _tournament_cycle(common, within, replicas)
         case _:
             k = consensus_fraction(group_size, replicas)
@@ -93,6 +113,7 @@ def stable_gamma_range(
     nesterov: bool = False,
     combine: str = "step",
     pairing: str = "random",
+    noise: float = 0.0,
 ) -> tuple[float, float]:
     """The open interval of γ that is stable for these settings, found by bisection.
 
@@ -107,7 +128,7 @@ def stable_gamma_range(
     while high - low > tolerance:
         middle = (low + high) / 2
         radius = spectral_radius(
-            alpha, middle, group_size, replicas, nesterov=nesterov, combine=combine, pairing=pairing
+            alpha, middle, group_size, replicas, nesterov=nesterov, combine=combine, pairing=pairing, noise=noise
         )
         if radius < 1:
             low = middle

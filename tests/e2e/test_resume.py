@@ -56,6 +56,7 @@ def settings(precision, routes, tensor, stages, data, moment, writing):
         "topology": {"replicas": 2, "tensor": tensor, "stages": stages, "data": data},
         "bf16": {"enabled": precision == "bf16"},
         "noloco__routing": routes,
+        "noloco__codec": "modulo" if data == 2 else "none",
         "noloco__inner_steps": 4 if moment == "middle" else 5,
         "run__save_async": writing == "async",
     }
@@ -144,7 +145,7 @@ def notes(raw, directory):
 
 def test_lost_saves_damage_and_other_topologies(tiny, tmp_path):
     """One run of 2 replicas of 2 stages, saved at steps 3 and 6, and what its checkpoints are good for afterwards."""
-    common = {"run__steps": 6, "run__save_every": 3, "noloco__inner_steps": 2}
+    common = {"run__steps": 6, "run__save_every": 3, "noloco__inner_steps": 2, "noloco__codec": "modulo"}
     base = tiny(run__name="base", topology={"replicas": 2, "stages": 2}, **common)
     run(base, tmp_path)
     masters = {number: {n: replica.tensor(n) for n in replica.names} for number, replica in saved(base, 6).items()}

@@ -34,6 +34,9 @@ OPTIONS = [
 ]
 
 
+COLUMNS = ("loss", "val_loss", "grad_norm", "lr", "spread", "exchange_bytes", "partner", "tokens")
+
+
 @pytest.fixture(autouse=True)
 def one_thread():
     """Models this small are slower on several threads, and much slower where other processes want the same cores."""
@@ -55,6 +58,7 @@ def simulated(raw, rule=None, tell=lambda text: None, **changes):
     "optimizer, stages, routing, clip",
     [
         ({"optimizer": "noloco"}, 1, "fixed", 0.3),
+        ({"optimizer": "noloco", "codec": "modulo"}, 1, "fixed", 0.3),
         ({"optimizer": "noloco"}, 2, "random", 1.0),
         (LOOKING_AHEAD, 1, "fixed", 0.3),
         (ADAPTING_FIRST, 1, "fixed", 0.3),
@@ -75,24 +79,26 @@ def test_a_simulation_follows_the_distributed_run(tiny, tmp_path, optimizer, sta
     raw["noloco"] |= patient | optimizer
     rows = run(raw, tmp_path)
     simulation, result, simulated_rows = simulated(raw)
+    # A last bit of difference before a codec may round a weight to the other side.
+    tolerance = 1e-3 if "codec" in optimizer else 1e-4
 
     config = configs.parse(raw)
     weights = stacked.views(simulation.theta, config.model)
     for replica in range(4):
-        for column in ("loss", "val_loss", "grad_norm", "lr", "spread", "exchange_bytes", "partner", "tokens"):
+        for column in (*COLUMNS, "wrap_rate") if "codec" in optimizer else COLUMNS:
             expected = values(rows, column, replica)
             found = values(simulated_rows, column, replica)
-            assert len(expected) > 1 or column == "spread"
+            assert len(expected) > 1 or column in ("spread", "wrap_rate")
             if column == "partner":
                 assert found == expected
                 continue
-            np.testing.assert_allclose(found, expected, rtol=1e-4, err_msg=column)
+            np.testing.assert_allclose(found, expected, rtol=tolerance, err_msg=column)
         saved = SavedReplica(config.replica_folder(replica) / "weights")
         assert set(saved.names) == set(weights)
         for name, weight in weights.items():
             expected = saved.tensor(name)
-            assert (weight[replica].detach() - expected).norm() < 1e-4 * expected.norm(), name
-        assert result["replicas"][replica] == pytest.approx(values(rows, "val_loss", replica)[-1], rel=1e-4)
+            assert (weight[replica].detach() - expected).norm() < tolerance * expected.norm(), name
+        assert result["replicas"][replica] == pytest.approx(values(rows, "val_loss", replica)[-1], rel=tolerance)
     # Of what an all-reduce is given once, a ring sends 2·(N − 1)/N times as much.
     ring = 1.5 if optimizer["optimizer"] in ("diloco", "allreduce") else 1
     assert result["sent_bytes_per_replica"] == ring * sum(values(rows, "exchange_bytes", 0))
@@ -105,11 +111,25 @@ def test_a_simulation_follows_the_distributed_run(tiny, tmp_path, optimizer, sta
 
 
 @pytest.mark.parametrize(
-    "optimizer", ["noloco", *(pytest.param(name, marks=pytest.mark.slow) for name in ("diloco", "allreduce"))]
+    "optimizer, codec",
+    [
+        ("noloco", "modulo"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("noloco", "none"),
+                ("gossip", "modulo"),
+                ("diloco", "none"),
+                ("diloco", "absmax"),
+                ("allreduce", "none"),
+            )
+        ),
+    ],
 )
-def test_an_interrupted_simulation_goes_on_exactly(tiny, optimizer):
+def test_an_interrupted_simulation_goes_on_exactly(tiny, optimizer, codec):
     raw = tiny(
-        topology={"replicas": 3}, noloco__inner_steps=3, noloco__optimizer=optimizer, run__log_every=2, run__steps=10,
+        topology={"replicas": 3}, noloco__inner_steps=3, noloco__optimizer=optimizer, noloco__codec=codec,
+        run__log_every=2, run__steps=10,
         run__eval_every=7, run__save_every=5,
     )  # fmt: skip
     whole, result, _ = simulated(raw)

@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from noloco_mega import checks, deepspeed_keys
+from noloco_mega import checks, cli, deepspeed_keys
 from noloco_mega.config import ConfigError, load, parse
-from noloco_mega.entry import add_config_arguments, load_config
+from noloco_mega.entry import add_config_arguments, load_config, load_run
 
 LLAMA3 = {"type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3["original_max_position_embeddings"] = 32
@@ -307,6 +307,54 @@ def test_unstable_settings_run_when_asked_for():
     parse(changed(noloco__gamma=0, noloco__allow_unstable=True))
     parse(changed(noloco__outer_momentum=0.9, noloco__optimizer="diloco"))
     parse(changed(noloco__outer_momentum=0.9, topology__replicas=2))  # two replicas: the exact range is wider
+
+
+@pytest.mark.parametrize(
+    "noloco, problem",
+    [
+        ({"codec": "modulo", "optimizer": "diloco"}, r'"modulo" is not for .*"diloco"; set it to "none" or "absmax"'),
+        ({"codec": "modulo", "optimizer": "local"}, 'set it to "none"'),
+        ({"codec": "absmax"}, 'set it to "none" or "modulo"'),
+        ({"codec_bits": 3}, 'codec_bits = 3 has no effect on noloco.codec "none"'),
+        (
+            {"codec": "absmax", "optimizer": "diloco", "codec_range": 8.0},
+            'codec_range = 8 has no effect on .* "absmax"',
+        ),
+        ({"codec": "modulo", "codec_bits": 1}, "codec_bits"),
+        ({"codec": "modulo", "codec_bits": 9}, "codec_bits"),
+        ({"codec": "modulo", "codec_range": 1.5}, "codec_range"),
+        ({"codec": "zip"}, "codec"),
+        (
+            {"codec": "modulo", "codec_bits": 2, "codec_range": 10.0},
+            "4 replicas .2 bits for a range of 10.: the rep.*spread",
+        ),
+        (
+            {"codec": "modulo", "codec_bits": 2, "optimizer": "gossip"},
+            "rounding would drive the replicas further apart",
+        ),
+    ],
+)
+def test_codecs_that_do_not_fit_are_refused(noloco, problem):
+    with pytest.raises(ConfigError, match=problem):
+        parse(changed(noloco=noloco))
+
+
+def test_codecs_that_fit():
+    parse(changed(noloco={"codec": "modulo", "codec_bits": 3, "codec_range": 5.0}))
+    parse(changed(noloco={"codec": "modulo", "optimizer": "gossip"}))
+    parse(changed(noloco={"codec": "modulo", "codec_bits": 2, "codec_range": 10.0, "allow_unstable": True}))
+
+
+def test_what_is_only_simulated_is_refused_in_a_run(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(changed(noloco={"codec": "absmax", "optimizer": "diloco", "codec_bits": 5})))
+    parser = argparse.ArgumentParser()
+    add_config_arguments(parser)
+    arguments = parser.parse_args(["--config", str(path)])
+    assert load_config(arguments).noloco.codec_bits == 5
+    with pytest.raises(ConfigError, match="only simulated"):
+        load_run(arguments)
+    assert cli.main(["check", "--config", str(path)]) == 2
 
 
 def test_adam_with_l2_is_allowed_when_spelled_out():

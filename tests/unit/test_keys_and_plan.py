@@ -373,3 +373,33 @@ def test_the_limits_of_the_range():
     assert stability.stable_gamma_range(1.0, 2, 8) == (0.0, 0.0)
     assert stability.stable_gamma_range(0.5, 2, 1) == (0.0, np.inf)
     assert stability.spectral_radius(0.5, 0.7, 2, 1) == 0.25
+
+
+@pytest.mark.parametrize("combine, nesterov", [("step", False), ("step", True), ("after", False)])
+def test_rounding_errors_under_a_hypercube_grow_as_their_covariances_do(combine, nesterov):
+    """The covariance of all replicas' (φ, δ), over cycles of pairs whose errors e and −e follow their difference."""
+    alpha, gamma, noise, replicas = 0.5, 0.6, 0.3, 8
+    form = {"nesterov": nesterov, "combine": combine}
+    common, within = stability.step_matrices(alpha, gamma, **form)
+    deviations = np.eye(replicas) - 1 / replicas
+    moments, growth = np.array([[1.0, 0.0], [0.0, 0.0]]), 0.0
+    for _ in range(300):  # new labels spread the moments evenly at the beginning of a cycle
+        covariance = np.kron(deviations, moments) * replicas / (replicas - 1)
+        for bit in (1, 2, 4):
+            swap = np.eye(replicas)[np.arange(replicas) ^ bit]
+            apart = (np.eye(replicas) - swap) / 2
+            shown = np.kron(apart, common - within)  # half of what a pair's exchange shows of its difference
+            step = np.kron(np.eye(replicas) - apart, common) + np.kron(apart, within)
+            errors = noise * shown @ covariance @ shown.T
+            covariance = step @ covariance @ step.T
+            for one in range(replicas):  # e for one and −e for the other, and nothing between pairs
+                for other in (one, one ^ bit):
+                    at = np.ix_([2 * one, 2 * one + 1], [2 * other, 2 * other + 1])
+                    covariance[at] += errors[at]
+        ends = sum(covariance[2 * i : 2 * i + 2, 2 * i : 2 * i + 2] for i in range(replicas)) / replicas
+        growth = np.trace(ends) / np.trace(moments)
+        moments = ends / np.trace(ends)
+    radius = stability.spectral_radius(alpha, gamma, 2, replicas, pairing="hypercube", noise=noise, **form)
+    assert radius == pytest.approx(growth ** (1 / 3), rel=1e-6)
+    quiet = stability.spectral_radius(alpha, gamma, 2, replicas, pairing="hypercube", **form)
+    assert radius > quiet + 0.001

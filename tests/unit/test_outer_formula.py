@@ -6,6 +6,7 @@ collective that adds up there.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from types import SimpleNamespace
 
@@ -28,23 +29,23 @@ class MemoryExchange:
 
     def __init__(self, replica, mail, lost):
         self.replica, self.mail, self.lost = replica, mail, lost
-        self.sent_bytes = self.received_bytes = 0
+        self.rank = self.sent_bytes = self.received_bytes = 0
 
     def launch(self, outer_step, send, receive, addresses, deadline_seconds, transfer_cap_seconds):
         self.mail[outer_step, self.replica] = [tensor.detach().clone() for tensor in send]
-        self.sent_bytes += sum(4 * tensor.numel() for tensor in send) * len(receive)
+        self.sent_bytes += sum(tensor.nbytes for tensor in send) * len(receive)
         return SimpleNamespace(
             wait=lambda: {p: self._receive(outer_step, p, buffers) for p, buffers in receive.items()}
         )
 
     def _receive(self, outer_step, partner, buffers):
         if (partner, self.replica) in self.lost:
-            for buffer in buffers:
-                buffer.fill_(float("nan"))  # a half-filled buffer must never be read
+            for buffer in buffers:  # a half-filled buffer must never be read
+                buffer.fill_(float("nan") if buffer.is_floating_point() else 0x5A)
             return Missed(partner, "lost", 0.0)
         for buffer, sent in zip(buffers, self.mail[outer_step, partner], strict=True):
             buffer.copy_(sent)
-        payload_bytes = sum(4 * buffer.numel() for buffer in buffers)
+        payload_bytes = sum(buffer.nbytes for buffer in buffers)
         self.received_bytes += payload_bytes
         return Received(partner, 0.0, payload_bytes, (self.replica, partner) not in self.lost)
 
@@ -71,11 +72,11 @@ class MemoryCollective:
 
 
 class Ring:
-    """N replicas of two flat masters each, with outer optimizers and no processes."""
+    """N replicas of flat masters, two each unless other `sizes` are given, with outer optimizers and no processes."""
 
-    def __init__(self, replicas, settings, seed=0):
+    def __init__(self, replicas, settings, seed=0, sizes=(SIZE, 7)):
         self.random = np.random.default_rng(seed)
-        start = [self.random.standard_normal(SIZE), self.random.standard_normal(7)]
+        start = [self.random.standard_normal(size) for size in sizes]
         self.mail, self.lost, self.published = {}, set(), 0
         self.masters, self.optimizers, self.exchanges = [], [], []
         everybody = MemoryCollective(self.masters)
@@ -240,11 +241,12 @@ def test_a_partner_that_another_rank_missed_is_left_out():
     np.testing.assert_allclose(ring.weights()[0], expected[0], atol=2e-6)
 
 
-def test_a_partner_whose_weights_are_not_finite_is_left_out():
-    ring = Ring(2, Noloco())
+@pytest.mark.parametrize("settings", [Noloco(), Noloco(codec="modulo")], ids=["fp32", "modulo"])
+def test_a_partner_whose_weights_are_not_finite_is_left_out(settings):
+    ring = Ring(2, settings)
     phi = ring.weights()
     ring.walk()
-    expected, _ = printed_step(ring.weights(), phi, np.zeros_like(phi), {0: (0,), 1: (1,)}, Noloco())
+    expected, _ = printed_step(ring.weights(), phi, np.zeros_like(phi), {0: (0,), 1: (1,)}, settings)
     ring.masters[1][0][3] = float("nan")
     reports = ring.step(0)
     assert reports[0].received == () and "not finite" in reports[0].missed[1]
@@ -356,15 +358,20 @@ def test_partners_follow_the_scheme_of_pairing():
         assert all(peers[b].partners(0, settings) == (a,) for a in range(4) for b in peers[a].partners(0, settings))
 
 
-def test_state_survives_a_round_trip_and_refuses_another_layout():
-    first, second = Ring(2, Noloco(), seed=3), Ring(2, Noloco(), seed=3)
+@pytest.mark.parametrize(
+    "settings",
+    [Noloco(), Noloco(codec="modulo"), Noloco(codec="modulo", optimizer="gossip")],
+    ids=["fp32", "modulo", "gossip"],
+)
+def test_state_survives_a_round_trip_and_refuses_another_layout(settings):
+    first, second = Ring(2, settings, seed=3), Ring(2, settings, seed=3)
     first.walk()
     first.step(0)
-    for source, target, own, copy in zip(
+    for source, target, own, twin in zip(
         first.optimizers, second.optimizers, first.masters, second.masters, strict=True
     ):
-        target.load_state_dict({key: [t.clone() for t in value] for key, value in source.state_dict().items()})
-        for a, b in zip(own, copy, strict=True):
+        target.load_state_dict(copy.deepcopy(source.state_dict()))
+        for a, b in zip(own, twin, strict=True):
             b.copy_(a)
     second.random = np.random.default_rng(9)
     first.random = np.random.default_rng(9)

@@ -4,9 +4,11 @@ import json
 import re
 
 import pytest
+import torch
 
 from noloco_mega import checks, cli, costs, report
 from noloco_mega.config import ConfigError, parse
+from noloco_mega.outer import coding
 from tests.unit.test_config import changed
 
 
@@ -70,6 +72,25 @@ def test_bytes_of_the_baselines_by_hand():
     assert {name for name, memory in held.items() if memory.host_buffers} == {"noloco", "gossip"}
     text = report.describe(parse(changed(noloco__optimizer="diloco")))
     assert "a lost replica ends the run" in text and "exchange buffers of no bytes" in text
+
+
+@pytest.mark.parametrize("optimizer", ["noloco", "gossip"])
+def test_bytes_and_memory_of_a_codec(optimizer):
+    """Against what the coding of a rank's share makes: its messages and what it reads."""
+    plain = {"optimizer": optimizer, "group_size": 3}
+    config = parse(changed(noloco={**plain, "codec": "modulo", "codec_bits": 5}))
+    share = torch.zeros(costs.stage_parameters(config, 1))
+    found = coding.build(config.noloco, [share], 0, [share], 1.0)
+    message, buffers = found.write(0, 0), found.buffers(2)
+    read = found.read(0, 0, dict(zip((1, 2), buffers, strict=True)))
+    held = costs.memory(config, 1, on_gpu=False)
+    assert costs.traffic(config).rank_outer[1] == 2 * sum(tensor.nbytes for tensor in message)
+    tensors = [*message, *buffers[0], *buffers[1], *read[1].tensors, *read[2].tensors]
+    assert held.host_buffers == sum(tensor.nbytes for tensor in tensors)
+    assert held.phi == 4 * len(share) and (held.delta > 0) == (optimizer == "noloco")
+    text = report.describe(config)
+    assert "5 bits and 1/8" in text and "4·P/D·(n − 1) and n messages" in text
+    assert "takes" not in report.describe(parse(changed(noloco=plain))).splitlines()[-1]
 
 
 def test_the_time_of_averages_over_everybody():
