@@ -89,12 +89,12 @@ def _positive(text: str) -> float:
     return number
 
 
-def _train(arguments: argparse.Namespace) -> None:
+def _train(arguments: argparse.Namespace) -> int:
     config, launch, place = rank_of_run(arguments)
     # Only now torch and its companions: a mistake above is answered at once.
     from noloco_mega.train import train
 
-    train(config, launch, place)
+    return train(config, launch, place)
 
 
 def _check(arguments: argparse.Namespace) -> None:

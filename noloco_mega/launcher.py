@@ -22,7 +22,8 @@ from pathlib import Path
 
 import psutil
 
-from noloco_mega.comm.channel import Address, read_secret
+from noloco_mega.comm.channel import read_secret
+from noloco_mega.comm.wire import Address
 from noloco_mega.grid import Grid, Place
 
 LOOPBACK = "127.0.0.1"

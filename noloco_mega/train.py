@@ -103,8 +103,8 @@ def _train(config: Config, launch: Launch, place: Place, run: Connection, stack:
             journal.redo()
             steering.leave_circuit()
             continue
-        if agreed.join_outer_step != STAY:
-            step = outer.hurry(agreed.join_outer_step)  # others wait already: this inner step is the phase's last
+        if agreed.hurry_to != STAY:
+            step = outer.hurry(agreed.hurry_to)  # others wait already: this inner step is the phase's last
         # Outer step, every H inner steps: a few replicas swap one tensor and move together, inside this call.
         grad_norm = engines.apply(engine, run.world)
         step += 1

@@ -9,21 +9,22 @@
 Nothing on disk is touched before that, and nobody trains from a step before all replicas have verified it.
 
 Replica i of N takes over replica i of the N' that have saved, or where that one was absent (dead, say) when the others
-saved, the nearest in number. With more replicas than that (N > N') the new ones copy
-replica i mod N'. With fewer, run.shrink says whether the rest is dropped, or merged: replica i then takes the mean over
-j ≡ i (mod N) of masters, moments, φ and δ.
+saved, the nearest in number. With more replicas than that (N > N') the new ones copy replica i mod N'. With fewer,
+run.shrink says whether the rest is dropped, or merged: replica i then takes the mean over j ≡ i (mod N) of masters,
+moments, φ and δ.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from noloco_mega.checkpoint.folders import Checkpoints, Seen, step_name
 from noloco_mega.checkpoint.format import CheckpointError
 from noloco_mega.checkpoint.reader import SavedReplica
 from noloco_mega.config import Config, with_defaults
+from noloco_mega.gathering import Gathering
 from noloco_mega.grid import Place
 from noloco_mega.plan import views
 from noloco_mega.plan.views import View
@@ -36,17 +37,6 @@ NOTHING = -1
 Verdict = dict[str, Any]
 """{"bad": what is wrong with a step or None, "final": whether an older step would be no better}"""
 GOOD: Verdict = {"bad": None, "final": False}
-
-
-class Directory(Protocol):
-    """What the ranks of a run can tell each other before they meet; bootstrap.Connection is one."""
-
-    @property
-    def leads(self) -> bool: ...
-
-    def ask_leaders(self, topic: str, record: Mapping[str, Any]) -> Mapping[int, Mapping[str, Any]]: ...
-
-    def ask_siblings(self, topic: str, record: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,18 +58,18 @@ class Start:
 class Choice:
     """The step that config.run.resume asks for, agreed on by all. Every rank of every replica makes the same calls."""
 
-    def __init__(self, config: Config, place: Place, directory: Directory, folders: Checkpoints, data: str) -> None:
+    def __init__(self, config: Config, place: Place, gathering: Gathering, folders: Checkpoints, data: str) -> None:
         """Choose a step, by manifests and sizes; `data` is the hash of the run's token files.
 
         Raises CheckpointError where none can be had, or the configuration does not fit it.
         """
-        self._config, self._place, self._directory, self._folders = config, place, directory, folders
+        self._config, self._place, self._gathering, self._folders = config, place, gathering, folders
         self._data = data
         self._notes: list[str] = []
         self._rejected: set[int] = set()
         request = config.run.resume
         self._seen: dict[int, Seen] = {} if request == "no" else folders.seen()
-        self._offers = directory.ask_leaders("checkpoints", _offer(config, place.replica, self._seen))
+        self._offers = gathering.ask_leaders("checkpoints", _offer(config, place.replica, self._seen))
         others = [replica for replica, offer in self._offers.items() if offer["asked"] != str(request)]
         if str(request) != self._offers[place.replica]["asked"] or others:
             raise CheckpointError(
@@ -121,9 +111,9 @@ class Choice:
     def _all_good(self, question: str, step: int, verdict: Verdict) -> bool:
         """Whether all ranks of all replicas say so of a step; it is rejected otherwise. Raises CheckpointError where an
         older one is not wanted, or would be no better."""
-        told = self._directory.ask_siblings(f"{question} {step}", verdict)
+        told = self._gathering.ask_siblings(f"{question} {step}", verdict)
         mine = next((each for each in told if each["bad"]), GOOD)
-        verdicts = self._directory.ask_leaders(f"all {question} {step}", mine)
+        verdicts = self._gathering.ask_leaders(f"all {question} {step}", mine)
         problems = {replica: each for replica, each in verdicts.items() if each["bad"]}
         if not problems:
             return True
@@ -135,12 +125,12 @@ class Choice:
         return False
 
 
-def begin(start: Start, directory: Directory, folders: Checkpoints) -> None:
+def begin(start: Start, gathering: Gathering, folders: Checkpoints) -> None:
     """Set aside what the run will write anew. Returns once all replicas have: a step must never be a mixture of two
     courses of a run. Raises OSError."""
-    if directory.leads:
+    if gathering.leads:
         folders.begin(start.step)
-    directory.ask_leaders("begun", {"step": start.step})
+    gathering.ask_leaders("begun", {"step": start.step})
 
 
 def asked_step(request: str | int) -> int | None:

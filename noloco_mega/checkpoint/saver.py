@@ -75,8 +75,7 @@ class Completion:
         """
 
         def settled() -> bool:
-            missing = {r for r in views.at(self._present, step).members if step not in self._known.get(r, ())}
-            return self._complete >= step or missing <= self._leaders.gone
+            return self._complete >= step or self._missing(step) <= self._leaders.gone
 
         with self._changed:
             self._changed.wait_for(settled, timeout_seconds)
@@ -95,10 +94,13 @@ class Completion:
                 self._known.setdefault(sender, set()).update(steps)
                 self._advance()
 
+    def _missing(self, step: int) -> set[int]:
+        """The replicas present at a step that are not known to have saved it; who was absent is not expected to."""
+        return {r for r in views.at(self._present, step).members if step not in self._known.get(r, ())}
+
     def _advance(self) -> None:
         """Callers hold the lock."""
-        common = set.intersection(*self._known.values()) if self._known else set()
-        whole = [step for step in common if self._known.keys() >= set(views.at(self._present, step).members)]
+        whole = [step for step in set().union(*self._known.values()) if not self._missing(step)]
         before = self._complete
         self._complete = max([self._complete, *whole])
         try:

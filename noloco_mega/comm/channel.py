@@ -39,8 +39,6 @@ MIN_SECRET_CHARACTERS = 16
 HANDSHAKE_SECONDS = 10.0
 MAX_UNPROVEN = 128
 """Connections that have not proved themselves yet; one more closes the oldest."""
-
-
 ACCEPTED_AT_ONCE = 32
 """Strangers taken from the kernel's queue before the answers of others are looked at: a queue that overflows makes a
 good caller try again seconds later."""

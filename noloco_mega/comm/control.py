@@ -15,7 +15,8 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
-from noloco_mega.comm.channel import Address, Channel, Listener, Message, dial
+from noloco_mega.comm.channel import Listener, dial
+from noloco_mega.comm.wire import Address, Channel, Message
 
 # A step that no run reaches; small enough for an int64 sum.
 NEVER = 1 << 60

@@ -164,11 +164,11 @@ def _wait_for_gloo(posted: queue.SimpleQueue[list[dist.Work] | None], outcomes: 
 class NcclLinks:
     """Links over NCCL, by a communicator of its own. Written from PyTorch's source; not yet run on GPUs.
 
-    The communicator is non-blocking, so that no call of NCCL's holds the
-    process for ever: PyTorch waits for what is in progress on the host (making the communicator, connecting to a peer
-    at the first transfer with it, launching), not for `timeout` but for as long as device.bound_nccl has said. Every
-    exchange is one NCCL group call: a rank's calls run in the order issued, and separate sends and receives along
-    random routes deadlock (tests/unit/test_nccl_model.py).
+    The communicator is non-blocking, so that no call of NCCL's holds the process for ever: PyTorch waits for what is in
+    progress on the host (making the communicator, connecting to a peer at the first transfer with it, launching), not
+    for `timeout` but for as long as device.bound_nccl has said. Every exchange is one NCCL group call: a rank's calls
+    run in the order issued, and separate sends and receives along random routes deadlock
+    (tests/unit/test_nccl_model.py).
     """
 
     def __init__(

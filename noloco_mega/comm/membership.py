@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from noloco_mega import versions
-from noloco_mega.comm.channel import Address
 from noloco_mega.comm.collective import Collective
+from noloco_mega.comm.wire import Address
 from noloco_mega.plan import pairing, views
 
 if TYPE_CHECKING:

@@ -93,13 +93,11 @@ class Muster:
         if founders:
             return RendezvousTimeout(
                 f"the run begins with replicas {', '.join(map(str, founders))}, and they did not get under way "
-                f"{waited}: their own output says why; then start this one again",
-                [],
+                f"{waited}: their own output says why; then start this one again"
             )
         absent = [replica for replica in range(self._replicas) if replica not in here]
         return RendezvousTimeout(
             f"the run begins when {self._enough} replicas are there, and only {len(here)} came {waited}: not all ranks "
             f"have come of replica {', '.join(map(str, absent))}. Start them with the same run.name and the rendezvous "
-            f"{spoken(self._client.address)}",
-            [(replica, 0) for replica in absent],
+            f"{spoken(self._client.address)}"
         )

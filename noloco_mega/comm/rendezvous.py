@@ -51,11 +51,7 @@ TELL_SECONDS = 5.0
 
 
 class RendezvousTimeout(TimeoutError):  # noqa: N818
-    """Somebody has not announced itself in time; `missing` lists the (replica, rank) pairs."""
-
-    def __init__(self, message: str, missing: Sequence[Place]) -> None:
-        super().__init__(message)
-        self.missing = tuple(missing)
+    """Somebody has not announced itself in time; the message names the replicas and ranks."""
 
 
 class StartFailed(ValueError):  # noqa: N818
@@ -220,8 +216,7 @@ class RendezvousClient:
             if time.monotonic() >= deadline:
                 raise RendezvousTimeout(
                     f"{len(missing)} of {len(wanted)} have not announced {topic!r} at {spoken(self.address)} "
-                    f"in {timeout_seconds:g} s: {_names(missing)}",
-                    missing,
+                    f"in {timeout_seconds:g} s: {_names(missing)}"
                 )
 
     def look(self, topic: str, keys: Iterable[Place], seconds: float = 0.0) -> dict[Place, Record]:
@@ -320,8 +315,7 @@ class RendezvousClient:
                 if time.monotonic() >= deadline:
                     raise RendezvousTimeout(
                         f"no rendezvous answered at {spoken(self.address)} in {timeout_seconds:g} s ({error})"
-                        + (f"; still wanted: {_names(wanted)}" if wanted else ""),
-                        wanted,
+                        + (f"; still wanted: {_names(wanted)}" if wanted else "")
                     ) from error
                 time.sleep(0.05)  # the server went away in the middle of an answer: it may come back
 

@@ -43,12 +43,12 @@ class Agreed:
     """Somebody was asked to leave the run, which goes on."""
     stop_step: int
     """The step that the run stops at, NEVER if none is known."""
-    join_outer_step: int
+    hurry_to: int
     """The outer step that this inner step is to be the last one before, or STAY."""
 
 
 class Wanted(Protocol):
-    """What a replica that joins may ask for; see checkpoint/donor.py."""
+    """Whether a replica that joins waits for this one's state; checkpoint/donor.py's Donor is one."""
 
     @property
     def wanted(self) -> bool: ...
@@ -148,25 +148,25 @@ class Steering:
         lead = self._lead
         if not self._catches_up:
             asked, leaves = asked or leaves, False
-        stop_step = orders = join = NEVER
+        stop_step = orders = hurry_to = NEVER
         if lead is not None:
             if lead.donor.wanted and not self._asked_to_donate:
                 self._asked_to_donate = True
                 self._orders.give({"donate": True})
-            stop_step, orders, join = lead.stopping.decide(step), self._orders.count, self._to_join(step)
-        good, nobody_asked, stays, stop_step, orders, join = self._peers.agree(
-            links_good, not asked, not leaves, stop_step, orders, join
+            stop_step, orders, hurry_to = lead.stopping.decide(step), self._orders.count, self._hurry_to(step)
+        good, nobody_asked, stays, stop_step, orders, hurry_to = self._peers.agree(
+            links_good, not asked, not leaves, stop_step, orders, hurry_to
         )
         for order in self._orders.take(orders):
             for kind in order.keys() & self._on_order.keys():
                 self._on_order[kind](order)
         if not good:
-            join = STAY
+            hurry_to = STAY
         if lead is not None and good:
-            last = join != STAY or (step + 1) % self._settings.inner_steps == 0
+            last = hurry_to != STAY or (step + 1) % self._settings.inner_steps == 0
             if last:
-                lead.coordinator.report(launched=max(join, step // self._settings.inner_steps))
-        return Agreed(bool(good), bool(nobody_asked), not stays, stop_step, join)
+                lead.coordinator.report(launched=max(hurry_to, step // self._settings.inner_steps))
+        return Agreed(bool(good), bool(nobody_asked), not stays, stop_step, hurry_to)
 
     def bad_step(self, step: int, routes: Sequence[Sequence[int]]) -> None:
         """In inner step `step` microbatches along these routes had a loss that is not finite, as seen here."""
@@ -240,7 +240,7 @@ class Steering:
             if self._lead is not None:
                 self._lead.coordinator.broken(number)
 
-    def _to_join(self, step: int) -> int:
+    def _hurry_to(self, step: int) -> int:
         """On the leader: the outer step to end this phase for after inner step `step`, or STAY."""
         assert self._lead is not None
         number, phase = self._circuits.number, step // self._settings.inner_steps
@@ -275,7 +275,7 @@ class Steering:
             # Alone there is nobody to be late for, but for all the others.
             return None if furthest > outer_step else 0.0
 
-        return lag.outer_step_to_join(phase, furthest, waited, 0.5 * settings.exchange_deadline_seconds)
+        return lag.hurry_to(phase, furthest, waited, 0.5 * settings.exchange_deadline_seconds)
 
     def _follow(self, order: Message) -> None:
         twins = {int(replica): ranks[self._rank] for replica, ranks in order["ranks"].items()}

@@ -13,9 +13,7 @@ STAY = -1
 """No reason to hurry."""
 
 
-def outer_step_to_join(
-    outer_step: int, furthest: int, waited: Callable[[int], float | None], patience_seconds: float
-) -> int:
+def hurry_to(outer_step: int, furthest: int, waited: Callable[[int], float | None], patience_seconds: float) -> int:
     """The outer step to end the inner phase for now, or STAY.
 
     `outer_step` is the one that this replica works towards, `furthest` the highest that another one has begun.

@@ -137,9 +137,6 @@ class Fleet:
         """The exit statuses of a replica's ranks, None for those that run."""
         return [self._processes[(replica, rank)].exitcode for rank in range(self.ranks)]
 
-    def rendezvous_answers(self) -> bool:
-        return self._rendezvous.is_alive()
-
     def step(self) -> int:
         """The furthest inner step of any replica."""
         return max((stamped.row["step"] for stamped in list(self.rows)), default=0)

@@ -154,7 +154,7 @@ def test_a_script_started_the_wrong_way_says_how_to(config_file, tmp_path, words
     assert finished(raw) == 0
 
 
-def test_replicas_on_one_machine_take_different_gpus(config_file, tmp_path):
+def test_replicas_on_one_machine_take_different_gpus(tmp_path):
     """`gpus_of`, sourced as the scripts do."""
 
     def gpus(**variables):

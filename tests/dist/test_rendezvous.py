@@ -108,7 +108,6 @@ def test_who_is_missing_is_named_with_the_server_and_the_time(server):
     here.announce("store", 1, 0, {})
     with pytest.raises(RendezvousTimeout) as caught:
         here.wait_for("store", [(1, 0), (0, 0), (2, 5)], timeout_seconds=0.3)
-    assert caught.value.missing == ((0, 0), (2, 5))
     for part in ("2 of 3", "replica 0 rank 0, replica 2 rank 5", f"127.0.0.1:{server.address[1]}", "0.3 s", "'store'"):
         assert part in str(caught.value)
     assert "replica 1" not in str(caught.value)
@@ -180,9 +179,8 @@ def test_closing_a_client_forgets_its_records_and_no_others(server):
     first.close()
     second.announce("store", 0, 0, {"port": 3})
     assert second.wait_for("store", [(0, 0), (1, 0)]) == {(0, 0): {"port": 3}, (1, 0): {"port": 2}}
-    with pytest.raises(RendezvousTimeout) as caught:
+    with pytest.raises(RendezvousTimeout, match="1 of 1 have not announced 'rank' .*: replica 0 rank 0$"):
         second.wait_for("rank", [(0, 0)], timeout_seconds=0.3)
-    assert caught.value.missing == ((0, 0),)
     first.announce("rank", 0, 0, {"port": 12})
     assert second.wait_for("rank", [(0, 0)]) == {(0, 0): {"port": 12}}
 

@@ -49,8 +49,8 @@ class Fleet:
         for line in self.lines:
             line.connect({replica: listener.address for replica, listener in enumerate(self.listeners)})
         self.savers = []
-        for replica in range(replicas):
-            peers = Agreement(ranks, views.initial(replicas))
+        self.peers = [Agreement(ranks, views.initial(replicas)) for _ in range(replicas)]
+        for replica, peers in enumerate(self.peers):
             self.savers.append([])
             for rank in range(ranks):
                 world = SimpleNamespace(grid=grid, place=grid.place(replica * ranks + rank), device=device.select(0))
@@ -139,6 +139,20 @@ def test_latest_is_what_all_replicas_have_and_pruning_respects_it(tmp_path):
         time.sleep(0.01)
     fleet.all(lambda each, replica, rank: each.close())
     assert not fleet.warnings
+
+
+def test_latest_moves_on_without_a_replica_that_is_absent(tmp_path):
+    fleet = Fleet(tmp_path, 3, run__keep_checkpoints=1)
+    fleet.save(10)
+    fleet.settle()
+    fleet.wait_for_latest(10)
+    for replica in (0, 1):
+        fleet.peers[replica].present.append(views.View(15, (0, 1)))
+    fleet.save(20, replicas=[0, 1])
+    fleet.settle()
+    fleet.wait_for_latest(20)
+    fleet.all(lambda each, replica, rank: each.close())
+    assert fleet.steps(0) == fleet.steps(1) == [20] and not fleet.warnings
 
 
 def test_a_replica_that_does_not_save_is_waited_for_only_a_while(tmp_path):

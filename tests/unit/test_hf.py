@@ -272,7 +272,7 @@ def test_mistrals_window_is_refused_where_it_hides_tokens(tmp_path):
     assert hf.read_config(tmp_path / "hub").model.seq_length == 96
 
 
-def test_damaged_weights_are_refused_by_name(tied, tokenizer, tmp_path):
+def test_damaged_weights_are_refused_by_name(tied, tmp_path):
     def refused(message):
         with pytest.raises(ConversionError, match=message):
             convert.import_model(tmp_path / "hub", tmp_path / "ours")

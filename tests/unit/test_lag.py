@@ -2,7 +2,7 @@
 
 import pytest
 
-from noloco_mega.plan.lag import STAY, outer_step_to_join
+from noloco_mega.plan.lag import STAY, hurry_to
 
 
 @pytest.mark.parametrize(
@@ -22,4 +22,4 @@ from noloco_mega.plan.lag import STAY, outer_step_to_join
     ],
 )
 def test_which_outer_step_is_joined(outer_step, furthest, waiting, expected):
-    assert outer_step_to_join(outer_step, furthest, waiting.__getitem__, 3.0) == expected
+    assert hurry_to(outer_step, furthest, waiting.__getitem__, 3.0) == expected

@@ -248,7 +248,7 @@ def test_samples_are_those_of_megatrons_dataset(tmp_path, seq_length, tokens):
     assert ours.read(np.array([0, len(ours) - 1])).tolist() == [ours[0].tolist(), ours[len(ours) - 1].tolist()]
 
 
-def test_wide_tokens_and_the_sidecar(source, tmp_path):
+def test_wide_tokens_and_the_sidecar(tmp_path):
     prefix = corpus.write_tokens(tmp_path / "wide", [[70_000, 1, 2], [5] * 30], dtype=np.int32)
     assert Dataset(prefix, 2)[0].tolist() == [70_000, 1, 2]
     with pytest.raises(ValueError, match=r"ids 1 .. 70000, but model.vocab_size = 70000"):

@@ -29,7 +29,7 @@ class Table:
 
 
 class Desk:
-    """A rank's Directory."""
+    """A rank's Gathering."""
 
     def __init__(self, table, grid, place):
         self._table, self._grid, self._place = table, grid, place

@@ -23,7 +23,7 @@ def roster(refused):
     return Roster(0, standing(), heartbeat_seconds=0.05, refused=refused)
 
 
-def test_a_standing_survives_its_message(roster):
+def test_a_standing_survives_its_message():
     one = standing(step=7, launched=2, circuit=9, highest_circuit=11, present=3, well=False, sound=False)
     assert Standing.of(one.message()) == one
 

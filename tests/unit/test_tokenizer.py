@@ -111,7 +111,7 @@ def test_an_existing_model_is_only_replaced_when_asked(trained, tmp_path, capsys
     assert model.read_bytes() == (trained / "t.model").read_bytes()
 
 
-def test_files_that_are_no_tokenizer(trained, tmp_path):
+def test_files_that_are_no_tokenizer(tmp_path):
     with pytest.raises(ValueError, match="cannot read the tokenizer"):
         Tokenizer(tmp_path / "missing.model")
     for content in (b"", b"not a model" * 50):
