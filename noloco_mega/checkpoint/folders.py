@@ -148,14 +148,11 @@ class Checkpoints:
                 elif left and left[-1] != latest:
                     write_synced(self.root / LATEST, step_name(left[-1]) + "\n")
 
-    def prune(self, keep: int, complete: int) -> None:
-        """Keep this replica's `keep` newest steps, and step `complete`, the newest known complete on all replicas.
-
-        Raises OSError.
-        """
+    def prune(self, keep: int, others: Collection[int]) -> None:
+        """Keep this replica's `keep` newest steps, and these others. Raises OSError."""
         steps = self.steps()
         for step in steps[:-keep]:
-            for folder in self._own(step, "({})") if step != complete else ():
+            for folder in self._own(step, "({})") if step not in others else ():
                 # Renamed first, so that a half removed folder never looks complete.
                 os.rename(folder, _aside(folder, "removed"))
                 sync(folder.parent)

@@ -135,11 +135,11 @@ def test_pruning_keeps_the_newest_and_the_one_known_complete(tmp_path):
         save(tmp_path, CONFIG, step, 0)
         save(tmp_path, CONFIG, step, 1)
     mine = Checkpoints(tmp_path, 0, 2)
-    mine.prune(2, complete=10)
+    mine.prune(2, {10})
     assert mine.steps() == [10, 30, 40] and Checkpoints(tmp_path, 1, 2).steps() == [10, 20, 30, 40]
-    mine.prune(2, complete=40)
+    mine.prune(2, {40})
     assert mine.steps() == [30, 40]
-    Checkpoints(tmp_path, 1, 2).prune(1, complete=40)
+    Checkpoints(tmp_path, 1, 2).prune(1, {40})
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["step_00000030", "step_00000040"]
 
 
@@ -176,7 +176,7 @@ def test_folders_of_replicas_that_are_no_more_go_with_those_of_the_others(tmp_pa
         for replica in range(4):
             save(tmp_path, four, step, replica)
     for replica in range(2):
-        Checkpoints(tmp_path, replica, 2).prune(1, complete=20)
+        Checkpoints(tmp_path, replica, 2).prune(1, {20})
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["step_00000020"]
     for replica in range(2):
         Checkpoints(tmp_path, replica, 2).begin(10, [Course(0, 0)])
