@@ -268,7 +268,8 @@ class Run:
     """Inner steps between two checkpoints; 0: none. With any other value the run also saves where it ends or is asked
     to stop."""
     keep_checkpoints: Positive = 2
-    """Newest checkpoints that each replica keeps; the newest one known complete on all replicas stays in any case."""
+    """Newest checkpoints that each replica keeps; the newest one known complete on all replicas stays in any case, and
+    so do up to 8 newer ones that other replicas may have, or be about to save."""
     save_async: bool = True
     """Write checkpoints behind training, from a copy of the state in CPU memory; false: training waits."""
     resume: str | int = "no"

@@ -135,7 +135,11 @@ def _train(config: Config, launch: Launch, place: Place, run: Connection, stack:
         ended = consensus.finish(config, engine, peers, step, journal.tell)
         slices = parameters.parameter_slices(engine.module, run.world)
         facts = {"step": step, **keeper.facts, **ended}
-        save_weights(weights, dict(engine.module.named_parameters()), slices, run.world, facts)
+        try:
+            save_weights(weights, dict(engine.module.named_parameters()), slices, run.world, facts)
+        except OSError:
+            keeper.close()  # the last checkpoint is still being written, and is all that is left of the end of the run
+            raise
     keeper.close()
     journal.close()
     how = "leaves the run, which goes on," if leaves else "done"

@@ -15,9 +15,12 @@ import fcntl
 import os
 import re
 import shutil
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from noloco_mega.checkpoint import courses as ways
+from noloco_mega.checkpoint.courses import Course
 from noloco_mega.checkpoint.format import CheckpointError, sync, write_synced
 from noloco_mega.checkpoint.reader import SavedReplica
 
@@ -84,7 +87,8 @@ class Checkpoints:
         return {step: self.look(step) for step in self.all_steps()}
 
     def look(self, step: int) -> Seen:
-        """The replicas of one step, their manifests read and their files' sizes compared."""
+        """The replicas of one step, their manifests read and their files' sizes compared. Of several courses of the run
+        only the newest one's are there."""
         replicas: dict[int, SavedReplica] = {}
         problems: list[str] = []
         folder = self.root / step_name(step)
@@ -101,6 +105,9 @@ class Checkpoints:
                 problems.append(str(error))
             else:
                 replicas[int(match[1])] = saved
+        began = {replica: ways.of(saved.manifest)[-1].began for replica, saved in replicas.items()}
+        for replica in [replica for replica in replicas if began[replica] < max(began.values())]:
+            problems.append(f"{replicas.pop(replica).folder} is of an earlier course of the run, which was given up")
         return Seen(replicas, problems)
 
     def latest(self) -> int | None:
@@ -117,34 +124,35 @@ class Checkpoints:
             if step > (self.latest() or -1):
                 write_synced(self.root / LATEST, step_name(step) + "\n")
 
-    def begin(self, step: int) -> None:
-        """The run goes on from `step` (0: from its start): remove what died in the making, set newer steps aside.
+    def begin(self, step: int, courses: Sequence[Course], absent: Collection[int] = ()) -> None:
+        """The run goes on from `step` (0: from its start), which these courses led to: remove what died in the making,
+        set aside newer steps and those that are not on that way. So for this replica, and for the `absent` ones.
 
         They would otherwise mix with the ones that this run is going to write. Raises OSError.
         """
         for other in self.all_steps():
-            for name in self._own(other, r"\.({})\.(draft|removed|old)"):
+            for name in self._own(other, r"\.({})\.(draft|removed|old)", absent):
                 shutil.rmtree(name, ignore_errors=True)
-            for folder in self._own(other, "({})") if other > step else ():
-                shutil.rmtree(_aside(folder, "superseded"), ignore_errors=True)
-                os.rename(folder, _aside(folder, "superseded"))
+            for folder in self._own(other, "({})", absent):
+                if other > step or not _on_the_way(courses, folder):
+                    shutil.rmtree(_aside(folder, "superseded"), ignore_errors=True)
+                    os.rename(folder, _aside(folder, "superseded"))
             self._drop_empty(other)
         if self.root.exists():
             with open(self.root / f".{LATEST}.lock", "w") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
-                if step == 0:
-                    (self.root / LATEST).unlink(missing_ok=True)
-                elif (self.latest() or 0) > step:
-                    write_synced(self.root / LATEST, step_name(step) + "\n")
+                latest = self.latest()
+                left = [other for other in self.all_steps() if other <= min(step, latest or 0) and self._holds(other)]
+                if latest is not None and not left:
+                    (self.root / LATEST).unlink()
+                elif left and left[-1] != latest:
+                    write_synced(self.root / LATEST, step_name(left[-1]) + "\n")
 
-    def prune(self, keep: int, complete: int) -> None:
-        """Keep this replica's `keep` newest steps, and step `complete`, the newest known complete on all replicas.
-
-        Raises OSError.
-        """
+    def prune(self, keep: int, others: Collection[int]) -> None:
+        """Keep this replica's `keep` newest steps, and these others. Raises OSError."""
         steps = self.steps()
         for step in steps[:-keep]:
-            for folder in self._own(step, "({})") if step != complete else ():
+            for folder in self._own(step, "({})") if step not in others else ():
                 # Renamed first, so that a half removed folder never looks complete.
                 os.rename(folder, _aside(folder, "removed"))
                 sync(folder.parent)
@@ -158,12 +166,17 @@ class Checkpoints:
                 shutil.rmtree(folder, ignore_errors=True)
             self._drop_empty(step)
 
-    def _own(self, step: int, pattern: str) -> list[Path]:
-        """This replica's folders of a step whose names are `pattern` with a replica's name in the place of {}."""
+    def _holds(self, step: int) -> bool:
+        """Whether anybody's is complete at a step."""
+        return any(_REPLICA.fullmatch(path.name) for path in (self.root / step_name(step)).iterdir())
+
+    def _own(self, step: int, pattern: str, absent: Collection[int] = ()) -> list[Path]:
+        """This replica's folders of a step whose names are `pattern` with a replica's name in the place of {}; and
+        those of the `absent` ones."""
         own = []
         for path in (self.root / step_name(step)).iterdir():
             match = re.fullmatch(pattern.format(_REPLICA.pattern), path.name)
-            if match and int(match[2]) % self.replicas == self.replica:
+            if match and int(match[2]) % self.replicas in (self.replica, *absent):
                 own.append(path)
         return own
 
@@ -174,6 +187,14 @@ class Checkpoints:
                 folder.rmdir()
             except OSError:
                 return  # another replica has just written into it
+
+
+def _on_the_way(courses: Sequence[Course], folder: Path) -> bool:
+    """Whether a replica's folder is, or can't be read."""
+    try:
+        return ways.holds(courses, SavedReplica(folder).manifest)
+    except CheckpointError:
+        return True
 
 
 def _aside(folder: Path, state: str) -> Path:

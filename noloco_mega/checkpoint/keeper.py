@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from noloco_mega.bootstrap import Connection
-from noloco_mega.checkpoint import resume
+from noloco_mega.checkpoint import courses, resume
 from noloco_mega.checkpoint.folders import Checkpoints
 from noloco_mega.checkpoint.joiner import Donated, DonationFailed
 from noloco_mega.checkpoint.reader import SavedReplica
@@ -47,13 +47,13 @@ class Keeper:
         """
         self._config, self._place, self._run, self._journal = config, place, run, journal
         digest = loader.digest()
-        self.facts = {
+        self.facts: dict[str, Any] = {
             "replica": place.replica,
             "config": config.to_json(),
             "data": digest,
             "replica_batch_size": config.replica_batch_size,
         }
-        """What every manifest of this replica says about the run."""
+        """What every manifest of this replica says about the run; its `courses` are known once it has begun."""
         self._folders = Checkpoints(config.output / "checkpoints", place.replica, config.topology.replicas)
         self._view_log = view_log
         # A live replica's state wins over whatever lies on this one's disk.
@@ -86,9 +86,9 @@ class Keeper:
         self._follow_views()
         if start.resumed:
             self._state.publish()
-        resume.begin(start, run.gathering, self._folders)
+        self.facts["courses"] = resume.begin(start, run.gathering, self._folders)
         journal.begin(start.step, outer.outer_step, losses, outer.skipped)
-        if run.leads and self._place.replica == 0:
+        if run.leads and self._place.replica == min(run.gathering.members):
             for note in start.notes:
                 journal.warn(note)
             if start.resumed:
@@ -108,7 +108,7 @@ class Keeper:
         self._run.gathering.trains()
         step, journal = self._outer.step, self._journal
         if self._run.leads:
-            self._folders.begin(step)
+            self._folders.begin(step, self.facts["courses"])
         journal.begin(step, self._outer.outer_step, skipped=self._outer.skipped)
         self._open_saver(step, self._folders.latest() or 0)
         return step
@@ -135,6 +135,7 @@ class Keeper:
             time.sleep(RETRY_SECONDS)
         self._state.adopt(donated)
         self._view_log[:] = views_of(donated)
+        self.facts["courses"] = courses_of(donated)
         steering.ready(self._outer.step)
         if run.leads:
             self._journal.warn(f"has the state of replica {donor} after step {self._outer.step}")
@@ -145,7 +146,7 @@ class Keeper:
             donated = self._run.fetch(self._peers.addresses[donor], self._state.shape())
             if (reason := self._state.misfit(donated)) is not None:
                 raise DonationFailed(reason)
-            views_of(donated)
+            views_of(donated), courses_of(donated)
         except (DonationFailed, *MALFORMED) as error:
             self._journal.warn(f"the state of replica {donor} could not be taken over: {shown(error)}")
             return None
@@ -165,7 +166,8 @@ class Keeper:
         """After an outer step: let a replica that joins have this one's state, if one waits for it."""
         if self._run.steering.donates:
             view_log = [[view.from_step, list(view.members)] for view in self._peers.view_log]
-            self._run.donor.offer(self._state.collect([]), {"view_log": view_log})
+            facts = {"view_log": view_log, "courses": self.facts["courses"]}
+            self._run.donor.offer(self._state.collect([]), facts)
             self._run.steering.donated()
 
     def due(self, step: int) -> bool:
@@ -190,3 +192,8 @@ class Keeper:
 def views_of(donated: Donated) -> list[View]:
     """The run's view log, which a donor sends beside its state."""
     return [View(int(from_step), tuple(map(int, members))) for from_step, members in donated.facts["view_log"]]
+
+
+def courses_of(donated: Donated) -> list[courses.Course]:
+    """The run's courses so far, which a donor sends beside its state."""
+    return courses.read(donated.facts["courses"])

@@ -16,10 +16,13 @@ moments, φ and δ.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from noloco_mega.checkpoint import courses as ways
+from noloco_mega.checkpoint.courses import Course
 from noloco_mega.checkpoint.folders import Checkpoints, Seen, step_name
 from noloco_mega.checkpoint.format import CheckpointError
 from noloco_mega.checkpoint.reader import SavedReplica
@@ -32,6 +35,7 @@ from noloco_mega.plan.views import View
 OFFERED_STEPS = 100
 """Newest steps that a replica announces: a record of the rendezvous is small."""
 PROBLEM_CHARACTERS = 300
+GIVEN_UP = "what it has saved there is of an earlier course of the run, which was given up"
 NOTHING = -1
 
 Verdict = dict[str, Any]
@@ -49,6 +53,8 @@ class Start:
     """Whether there is a state to take over."""
     sources: Sequence[SavedReplica] = ()
     """The saved replicas that this one takes over: one, or several to merge."""
+    courses: Sequence[Course] = ()
+    """Those that led there."""
     view_log: Sequence[View] = ()
     """The run's views so far, and the one that begins here if the replicas are others."""
     notes: Sequence[str] = field(default_factory=tuple)
@@ -69,7 +75,10 @@ class Choice:
         self._rejected: set[int] = set()
         request = config.run.resume
         self._seen: dict[int, Seen] = {} if request == "no" else folders.seen()
-        self._offers = gathering.ask_leaders("checkpoints", _offer(config, place.replica, self._seen))
+        offers = gathering.ask_leaders("checkpoints", _offer(config, place.replica, self._seen))
+        self._offers, given_up = _of_newest_courses(offers)
+        for step in given_up[place.replica]:
+            self._seen[step] = Seen({}, [GIVEN_UP])
         others = [replica for replica, offer in self._offers.items() if offer["asked"] != str(request)]
         if str(request) != self._offers[place.replica]["asked"] or others:
             raise CheckpointError(
@@ -125,12 +134,17 @@ class Choice:
         return False
 
 
-def begin(start: Start, gathering: Gathering, folders: Checkpoints) -> None:
+def begin(start: Start, gathering: Gathering, folders: Checkpoints) -> list[Course]:
     """Set aside what the run will write anew. Returns once all replicas have: a step must never be a mixture of two
-    courses of a run. Raises OSError."""
+    courses of a run. The courses up to the one that begins here. Raises OSError."""
     if gathering.leads:
-        folders.begin(start.step)
-    gathering.ask_leaders("begun", {"step": start.step})
+        # The lowest replica speaks for those that are not there.
+        lowest = folders.replica == min(gathering.members)
+        absent = set(range(folders.replicas)) - set(gathering.members) if lowest else ()
+        folders.begin(start.step, start.courses, absent)
+    told = gathering.ask_leaders("begun", {"step": start.step, "milliseconds": time.time_ns() // 10**6})
+    began = [course.began + 1 for course in start.courses] + [record["milliseconds"] for record in told.values()]
+    return [*start.courses, Course(start.step, max(began))]
 
 
 def asked_step(request: str | int) -> int | None:
@@ -160,7 +174,26 @@ def _offer(config: Config, replica: int, seen: Mapping[int, Seen]) -> dict[str, 
             problems[str(step)] = found.problems[0][:PROBLEM_CHARACTERS]
     newest = dict(list(problems.items())[-5:])
     some = [step for step, found in seen.items() if found.replicas][-OFFERED_STEPS:]
-    return {"asked": str(config.run.resume), "usable": usable, "seen": some, "problems": newest}
+    began = [ways.of(next(iter(seen[step].replicas.values())).manifest)[-1].began for step in some]
+    return {"asked": str(config.run.resume), "usable": usable, "seen": some, "courses": began, "problems": newest}
+
+
+def _of_newest_courses(
+    offers: Mapping[int, Mapping[str, Any]],
+) -> tuple[dict[int, dict[str, Any]], dict[int, set[int]]]:
+    """The offers without the steps that another replica has of a newer course; and these steps of each replica."""
+    newest: dict[int, int] = {}
+    for offer in offers.values():
+        for step, began in zip(offer["seen"], offer["courses"], strict=True):
+            newest[step] = max(began, newest.get(step, began))
+    left, given_up = {}, {}
+    for replica, offer in offers.items():
+        began_at = zip(offer["seen"], offer["courses"], strict=True)
+        void = given_up[replica] = {step for step, began in began_at if began < newest[step]}
+        kept = {key: [step for step in offer[key] if step not in void] for key in ("usable", "seen")}
+        problems = {**offer["problems"], **{str(step): GIVEN_UP for step in void}}
+        left[replica] = {"asked": offer["asked"], **kept, "problems": problems}
+    return left, given_up
 
 
 def _pick(request: str | int, offers: Mapping[int, Mapping[str, Any]], rejected: set[int], notes: list[str]) -> int:
@@ -242,7 +275,8 @@ def _start(config: Config, step: int, sources: Sequence[SavedReplica], data: str
     if view_log[-1].members != members:
         view_log.append(View(step, members))
     notes = [*notes, *_changes(config, manifest, data)]
-    return Start(step=step, resumed=True, sources=sources, view_log=view_log, notes=notes)
+    courses = ways.of(manifest)
+    return Start(step=step, resumed=True, sources=sources, courses=courses, view_log=view_log, notes=notes)
 
 
 def _saved_replicas(found: Seen) -> int:

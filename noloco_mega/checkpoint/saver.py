@@ -30,6 +30,8 @@ from noloco_mega.plan import views
 
 POLL_SECONDS = 0.02
 """Between two looks for the PARTs of a replica's other ranks."""
+MOST_UNDECIDED = 8
+"""Saves that this replica keeps at most because others may have them too, or be about to."""
 CLOSE_SECONDS = 10.0
 """How long a replica that ends waits for others' last saves: launchers kill what has not ended 30 s after a SIGTERM."""
 
@@ -37,7 +39,9 @@ CLOSE_SECONDS = 10.0
 class Completion:
     """Which steps are complete on all replicas? What the leaders tell each other of it, as one of them knows it.
 
-    Moves `latest` and prunes this replica's folders accordingly. Safe to call from any thread.
+    Moves `latest` and prunes this replica's folders accordingly. News may be late, and another replica may know already
+    that a step is complete, and have given up an older one for it: so none is pruned that could be complete.
+    Safe to call from any thread.
     """
 
     KIND = "saved"
@@ -55,18 +59,28 @@ class Completion:
         self._folders, self._leaders, self._present, self._keep, self._warn = folders, leaders, present, keep, warn
         self._changed = threading.Condition()
         self._known: dict[int, set[int]] = {}
+        self._past: dict[int, int] = {}
+        """Of each replica: the newest step that it has saved, or failed to save."""
         self._complete = complete
         leaders.subscribe(self.KIND, self._on_message)
         leaders.on_refused.append(self._look_again)
 
     def saved(self, step: int) -> None:
         """This replica's `step` is on disk."""
+        self._settled(step, {step})
+
+    def lost(self, step: int) -> None:
+        """This replica has failed to save `step`."""
+        self._settled(step, set())
+
+    def _settled(self, step: int, saved: set[int]) -> None:
         with self._changed:
             own = self._known.setdefault(self._leaders.replica, set())
-            own.add(step)
-            told = sorted(own)[-8:]  # those before were told often enough
+            own |= saved
+            self._past[self._leaders.replica] = step
+            told = sorted(own)[-MOST_UNDECIDED:]  # those before were told often enough
             self._advance()
-        self._leaders.broadcast(self.KIND, {"saved": told})
+        self._leaders.broadcast(self.KIND, {"saved": told, "past": step})
 
     def wait(self, step: int, timeout_seconds: float) -> bool:
         """Wait for `step` to become known as complete on all replicas; not for one whose process has ended.
@@ -86,17 +100,30 @@ class Completion:
             self._changed.notify_all()
 
     def _on_message(self, sender: int, message: Message) -> None:
-        steps = message.get("saved")
+        steps, past = message.get("saved"), message.get("past")
         if sender not in range(self._folders.replicas):
             return
-        if isinstance(steps, list) and all(isinstance(step, int) for step in steps):
+        if isinstance(past, int) and isinstance(steps, list) and all(isinstance(step, int) for step in steps):
             with self._changed:
                 self._known.setdefault(sender, set()).update(steps)
+                self._past[sender] = past
                 self._advance()
 
     def _missing(self, step: int) -> set[int]:
         """The replicas present at a step that are not known to have saved it; who was absent is not expected to."""
         return {r for r in views.at(self._present, step).members if step not in self._known.get(r, ())}
+
+    def _undecided(self) -> list[int]:
+        """This replica's newest steps that may yet turn out to be complete, on all whom it counts on. Callers hold the
+        lock."""
+
+        def lacks(replica: int, step: int) -> bool:
+            told = self._known.get(replica, ())
+            return step not in told and (self._past.get(replica, -1) >= step or replica in self._leaders.gone)
+
+        own = [step for step in self._known.get(self._leaders.replica, ()) if step > self._complete]
+        open_ = [s for s in own if not any(lacks(other, s) for other in views.at(self._present, s).members)]
+        return sorted(open_)[-MOST_UNDECIDED:]
 
     def _advance(self) -> None:
         """Callers hold the lock."""
@@ -107,7 +134,7 @@ class Completion:
             if self._complete > before:
                 self._folders.advance_latest(self._complete)
                 self._folders.drop_superseded()
-            self._folders.prune(self._keep, self._complete)
+            self._folders.prune(self._keep, {self._complete, *self._undecided()})
         except OSError as error:
             self._warn(f"older checkpoints could not be pruned: {error}")
         self._changed.notify_all()
@@ -193,6 +220,7 @@ class Saver:
         job.thread.join()
         if self._rank == 0 and (job.failed or not all_written):
             shutil.rmtree(self._folders.draft(job.step), ignore_errors=True)  # nobody writes into it any more
+            self._completion.lost(job.step)
 
     def close(self) -> None:
         """Finish what is under way, and wait a while for the other replicas. Collective over the replica."""

@@ -129,14 +129,11 @@ def test_latest_is_what_all_replicas_have_and_pruning_respects_it(tmp_path):
     for step in (20, 30, 40):
         fleet.save(step, replicas=[0])
         fleet.savers[0][0].settle()
-    assert fleet.latest() == 10 and fleet.steps(0) == [10, 40] and fleet.steps(1) == [10]
+    assert fleet.latest() == 10 and fleet.steps(0) == [10, 20, 30, 40] and fleet.steps(1) == [10]
     fleet.save(40, replicas=[1])
     fleet.settle()
     fleet.wait_for_latest(40)
-    deadline = time.monotonic() + 20
-    while fleet.steps(0) != [40] or fleet.steps(1) != [40]:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    soon(lambda: fleet.steps(0) == [40] and fleet.steps(1) == [40])
     fleet.all(lambda each, replica, rank: each.close())
     assert not fleet.warnings
 
@@ -153,6 +150,55 @@ def test_latest_moves_on_without_a_replica_that_is_absent(tmp_path):
     fleet.wait_for_latest(20)
     fleet.all(lambda each, replica, rank: each.close())
     assert fleet.steps(0) == fleet.steps(1) == [20] and not fleet.warnings
+
+
+def soon(condition):
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_late_news_costs_no_step_that_others_take_for_complete(tmp_path, monkeypatch):
+    """Replica 1 has heard that step 20 is complete, and so has given up 10; replica 0 hears of it after a third save."""
+    late, hear = [], saver.Completion._on_message
+
+    def later(self, sender, message):
+        if sender == 1:
+            late.append(lambda: hear(self, sender, message))
+        else:
+            hear(self, sender, message)
+
+    monkeypatch.setattr(saver.Completion, "_on_message", later)
+    fleet = Fleet(tmp_path, 2, run__keep_checkpoints=1)
+    for step in (10, 20):
+        fleet.save(step)
+    fleet.settle()
+    soon(lambda: fleet.steps(1) == [20])
+    fleet.save(30, replicas=[0])
+    fleet.savers[0][0].settle()
+    assert fleet.steps(0) == [10, 20, 30], "whoever resumes now finds step 20 on both"
+    soon(lambda: len(late) == 2)
+    for message in late:
+        message()
+    assert fleet.steps(0) == [20, 30]
+
+
+def test_what_another_replica_has_failed_to_save_is_not_kept_for_it(tmp_path, monkeypatch):
+    fleet = Fleet(tmp_path, 2, run__keep_checkpoints=1)
+    real = format._write_whole
+
+    def write(file, data):
+        if "replica_01" in file.name and "step_00000010" not in file.name:
+            raise OSError(28, "No space left on device")
+        real(file, data)
+
+    monkeypatch.setattr(format, "_write_whole", write)
+    for step in (10, 20, 30, 40):
+        fleet.save(step)
+    fleet.settle()
+    soon(lambda: fleet.steps(0) == [10, 40])
+    assert fleet.steps(1) == [10] and len(fleet.warnings) == 3
 
 
 def test_a_replica_that_does_not_save_is_waited_for_only_a_while(tmp_path):

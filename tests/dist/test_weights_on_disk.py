@@ -104,3 +104,27 @@ def test_saving_again_replaces_the_folder_whole(saved):
     run_ranks(_save, Grid(replicas=1), saved, Grid(replicas=1), "whole")
     assert sorted(path.name for path in (saved / "whole").iterdir()) == ["manifest.json", "rank_000.safetensors"]
     assert not [path for path in saved.iterdir() if path.name.startswith(".")]
+
+
+def _fail(place, directory, grid, folder, victim):
+    from noloco_mega.checkpoint import weights
+
+    def full(*arguments):
+        raise OSError(28, "No space left on device")
+
+    if place.stage == victim:
+        weights.write_rank = full
+    try:
+        _save(place, directory, grid, folder)
+    except OSError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_full_disk_is_told_by_all_ranks_with_the_folder(tmp_path, victim):
+    grid = Grid(replicas=1, stages=2)
+    told = run_ranks(_fail, grid, tmp_path, grid, "weights", victim)
+    assert told == [
+        f"the weights could not be written into {tmp_path / 'weights'}: rank {victim}: [Errno 28] No space left on device"
+    ] * 2
+    assert not list(tmp_path.glob("*weights*draft*")) and not (tmp_path / "weights").exists()

@@ -11,6 +11,7 @@ import torch
 
 from noloco_mega import cli
 from noloco_mega.checkpoint import format, reader
+from noloco_mega.checkpoint.courses import Course
 from noloco_mega.checkpoint.folders import Checkpoints, step_of
 from noloco_mega.checkpoint.format import CheckpointError, RankContent, Span, Stored
 from noloco_mega.checkpoint.reader import SavedReplica
@@ -134,11 +135,11 @@ def test_pruning_keeps_the_newest_and_the_one_known_complete(tmp_path):
         save(tmp_path, CONFIG, step, 0)
         save(tmp_path, CONFIG, step, 1)
     mine = Checkpoints(tmp_path, 0, 2)
-    mine.prune(2, complete=10)
+    mine.prune(2, {10})
     assert mine.steps() == [10, 30, 40] and Checkpoints(tmp_path, 1, 2).steps() == [10, 20, 30, 40]
-    mine.prune(2, complete=40)
+    mine.prune(2, {40})
     assert mine.steps() == [30, 40]
-    Checkpoints(tmp_path, 1, 2).prune(1, complete=40)
+    Checkpoints(tmp_path, 1, 2).prune(1, {40})
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["step_00000030", "step_00000040"]
 
 
@@ -159,7 +160,7 @@ def test_a_run_that_goes_on_from_an_older_step_sets_newer_ones_aside(tmp_path):
     mine = Checkpoints(tmp_path, 0, 2)
     mine.advance_latest(20)
     mine.draft(30).mkdir(parents=True)
-    mine.begin(10)
+    mine.begin(10, [Course(0, 0)])
     assert mine.steps() == [10] and Checkpoints(tmp_path, 1, 2).steps() == [10, 20] and mine.latest() == 10
     assert list(mine.look(20).replicas) == [1], "no mixture of two courses looks complete"
     assert not (tmp_path / "step_00000030").exists()
@@ -175,10 +176,10 @@ def test_folders_of_replicas_that_are_no_more_go_with_those_of_the_others(tmp_pa
         for replica in range(4):
             save(tmp_path, four, step, replica)
     for replica in range(2):
-        Checkpoints(tmp_path, replica, 2).prune(1, complete=20)
+        Checkpoints(tmp_path, replica, 2).prune(1, {20})
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["step_00000020"]
     for replica in range(2):
-        Checkpoints(tmp_path, replica, 2).begin(10)
+        Checkpoints(tmp_path, replica, 2).begin(10, [Course(0, 0)])
     assert Checkpoints(tmp_path, 0, 2).look(20).replicas == {}
 
 
@@ -203,7 +204,7 @@ def test_an_interrupted_write_leaves_the_older_checkpoint_as_it_was(tmp_path, mo
             )  # fmt: skip
         format.commit(mine.draft(10), mine.folder(10), [0], facts(CONFIG, 10, 0))
     monkeypatch.undo()
-    mine.begin(10)
+    mine.begin(10, [Course(0, 0)])
     assert {name: (tmp_path / name).read_bytes() for name in tree(tmp_path) if (tmp_path / name).is_file()} | {
         ".latest.lock": b""
     } == before | {".latest.lock": b""}

@@ -1,5 +1,6 @@
 """Which checkpoint is chosen, by all replicas alike; replicas are threads that talk over a table in memory."""
 
+import dataclasses
 import shutil
 import threading
 
@@ -31,14 +32,14 @@ class Table:
 class Desk:
     """A rank's Gathering."""
 
-    def __init__(self, table, grid, place):
-        self._table, self._grid, self._place = table, grid, place
+    def __init__(self, table, grid, place, members):
+        self._table, self._grid, self._place, self.members = table, grid, place, members
         self._rank = grid.replica_rank(place)
         self.leads = self._rank == 0
 
     def ask_leaders(self, topic, record):
         own = {(topic, "leader", self._place.replica): record} if self.leads else {}
-        wanted = [(topic, "leader", replica) for replica in range(self._grid.replicas)]
+        wanted = [(topic, "leader", replica) for replica in self.members]
         return {key[2]: record for key, record in self._table.ask(own, wanted).items()}
 
     def ask_siblings(self, topic, record):
@@ -51,9 +52,15 @@ def config(replicas=2, tensor=1, resume="auto", **changes):
     return parse(changed(topology={"replicas": replicas, "tensor": tensor}, run__resume=resume, **changes))
 
 
-def choose(root, *configs, begin=False):
-    """What every rank gets, in rank order: a Start or the text of its error. One config for all or one per replica."""
+def choose(root, *configs, begin=False, members=None):
+    """What every rank gets, in rank order: a Start or the text of its error. One config for all or one per replica,
+    one folder for all or one per replica. `members`: the replicas that are there, if not all.
+
+    Where they `begin`, a Start's courses are those up to the one that begins.
+    """
     grid, table = configs[0].topology.grid(), Table()
+    members = tuple(range(grid.replicas)) if members is None else members
+    numbers = [number for number in range(grid.size) if grid.place(number).replica in members]
     answers = {}
 
     def rank(number):
@@ -61,22 +68,23 @@ def choose(root, *configs, begin=False):
         own = configs[place.replica % len(configs)]
         folder = root[place.replica] if isinstance(root, list) else root
         folders = Checkpoints(folder, place.replica, grid.replicas)
-        desk = Desk(table, grid, place)
+        desk = Desk(table, grid, place, members)
         try:
             choice = resume.Choice(own, place, desk, folders, "data")
             choice.take(lambda sources: verify_share(sources, grid.replica_rank(place), grid.replica_size))
             answers[number] = choice.start
             if begin:
-                resume.begin(answers[number], desk, folders)
+                courses = resume.begin(answers[number], desk, folders)
+                answers[number] = dataclasses.replace(answers[number], courses=courses)
         except CheckpointError as error:
             answers[number] = str(error)
 
-    threads = [threading.Thread(target=rank, args=(number,)) for number in range(grid.size)]
+    threads = [threading.Thread(target=rank, args=(number,)) for number in numbers]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return [answers[number] for number in range(grid.size)]
+    return [answers[number] for number in numbers]
 
 
 def taken(starts):
@@ -213,3 +221,57 @@ def test_other_differences_are_said(root):
 def test_replicas_must_ask_for_the_same(root):
     answers = choose(root, config(), config(resume="newest"))
     assert all("start all of them alike" in text for text in answers)
+
+
+@pytest.fixture(params=["one folder", "a folder each"])
+def roots(request, tmp_path):
+    """The folders of two replicas that have saved 10, 20 and 30 together."""
+    found = [tmp_path, tmp_path] if request.param == "one folder" else [tmp_path / "0", tmp_path / "1"]
+    for step in (10, 20, 30):
+        for replica in (0, 1):
+            save(found[replica], config(), step, replica)
+    return found
+
+
+def go_on_alone(roots, request, steps):
+    """Replica 1 goes on without replica 0, and saves these steps; its courses."""
+    (start,) = choose(roots, config(resume=request), begin=True, members=(1,))
+    assert start.step == request
+    for step in steps:
+        courses = [list(course) for course in start.courses]
+        save(roots[1], config(), step, 1, 5.0, present=[[0, [1]]], courses=courses)
+    return start.courses
+
+
+def test_what_an_absent_replica_saved_in_a_course_that_was_given_up_is_taken_over_by_nobody(roots):
+    """The others went on from step 20, and saved another step 30 than the one that replica 0 still has."""
+    shared = roots[0] == roots[1]
+    go_on_alone(roots, 20, (30, 40))
+    assert list(Checkpoints(roots[1], 1, 2).look(30).replicas) == [1]
+    # With folders of their own nothing of replica 1's is there for it to take over.
+    assert taken(choose(roots, config())) == ([(40, [1]), (40, [1])] if shared else [(20, [0]), (20, [1])])
+    if not shared:
+        answers = choose(roots, config(resume=30))
+        assert all("replica 0 can't: what it has saved there is of an earlier course" in text for text in answers)
+
+
+def test_a_replica_that_joins_sets_its_steps_of_other_courses_aside(roots):
+    courses = go_on_alone(roots, 20, (30, 40))
+    mine = Checkpoints(roots[0], 0, 2)
+    save(roots[0], config(), 40, 0, courses=[list(course) for course in courses])  # it was back for a while
+    mine.advance_latest(40)
+    mine.begin(45, courses)
+    assert mine.steps() == [10, 20, 40] and mine.latest() == 40
+    # The others have gone on once more, from step 20.
+    later = go_on_alone(roots, 20, ())
+    mine.begin(25, later)
+    assert mine.steps() == [10, 20] and mine.latest() == 20
+    assert [course.from_step for course in later] == [0, 20] and later[-1].began > courses[-1].began
+
+
+def test_a_mixture_of_courses_that_lies_in_a_folder_already(root):
+    save(root, config(), 40, 0)
+    save(root, config(), 40, 1, courses=[[0, 0], [30, 5]])
+    found = Checkpoints(root, 0, 2).look(40)
+    assert list(found.replicas) == [1] and "replica_00 is of an earlier course" in found.problems[0]
+    assert taken(choose(root, config())) == [(20, [0]), (20, [1])]
