@@ -181,7 +181,9 @@ class Gathering:
                 self._counted_on = False
                 self._refuse_to_join()
             self._client.announce("muster", own, 0, {"members": list(members), "joins": joins})
-        record = self._client.wait_for("muster", [(own, 0)])[(own, 0)]
+        # Twice as long as the leader, which may have started later: it is the one that knows who has not come.
+        seconds = 2 * self._config.noloco.rendezvous_timeout_seconds
+        record = self._client.wait_for("muster", [(own, 0)], timeout_seconds=seconds)[(own, 0)]
         self.members, self.joins = tuple(record["members"]), record["joins"]
         self._counted_on = not self.joins
 

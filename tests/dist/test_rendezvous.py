@@ -315,6 +315,27 @@ def test_who_joins_and_finds_that_the_others_are_gone_may_try_again(server):
     assert guarded(lambda _: joiner.meet("theta0", "data"), None) == TRY_AGAIN
 
 
+def test_siblings_of_a_leader_that_waits_in_vain_say_the_same(server, monkeypatch):
+    """They have started before it, and so would give up before it: they must not say that it is missing."""
+    monkeypatch.setattr(mustering, "LOOK_SECONDS", 0.1)
+    config = configs.load(CONFIG, ["topology.replicas=2", "topology.stages=2", "noloco.rendezvous_timeout_seconds=1"])
+
+    def start(stage):
+        asking = client(server.address, 1.0, place=(0, stage))
+        Gathering(config, Place(0, 0, stage, 0), asking, ("127.0.0.1", 1)).start()
+
+    with ThreadPoolExecutor() as pool:
+        sibling = pool.submit(start, 1)
+        time.sleep(0.5)
+        leader = client(server.address, 1.0, place=(0, 0))
+        gathering = Gathering(config, Place(0, 0, 0, 0), leader, ("127.0.0.1", 1))
+        with pytest.raises(RendezvousTimeout, match="not all ranks have come of replica 1") as in_vain:
+            gathering.start()
+        gathering.failed(in_vain.value)
+        with pytest.raises(StartFailed, match="not all ranks have come of replica 1"):
+            sibling.result(20)
+
+
 def test_waiting_in_vain_says_for_whom(server, monkeypatch):
     monkeypatch.setattr(mustering, "LOOK_SECONDS", 0.1)
     _, alone = muster(server, 0, 2, timeout_seconds=0.3)
