@@ -75,6 +75,12 @@ def guarded(command: Callable[[argparse.Namespace], int | None], arguments: argp
         if os.environ.get("NOLOCO_TRACEBACK"):
             raise
         print(f"error: {error}", file=sys.stderr, flush=True)
-        return TRY_AGAIN if isinstance(error, (ConnectionError, StartFailed)) else USER_MUST_ACT
+        return exit_status(error)
     except KeyboardInterrupt:
         return 130
+
+
+def exit_status(error: Exception) -> int:
+    """Whether what failed with this error may be started again as it is: TRY_AGAIN, or USER_MUST_ACT."""
+    elsewhere = isinstance(error, StartFailed) and not error.lasting
+    return TRY_AGAIN if elsewhere or isinstance(error, ConnectionError) else USER_MUST_ACT

@@ -21,6 +21,7 @@ from noloco_mega.comm.muster import LOOK_SECONDS, Muster
 from noloco_mega.comm.rendezvous import Record, RendezvousClient, RendezvousTimeout
 from noloco_mega.comm.wire import Address
 from noloco_mega.config import Config
+from noloco_mega.entry import USER_MUST_ACT, exit_status
 from noloco_mega.grid import Place
 from noloco_mega.outer import registry
 
@@ -139,7 +140,8 @@ class Gathering:
     def failed(self, error: Exception) -> None:
         """This rank has failed. Before the replicas have met that ends the others' wait."""
         if not self._met:
-            self._client.fail(self._place.replica, self._rank, str(error), of_run=self._counted_on)
+            lasting = exit_status(error) == USER_MUST_ACT
+            self._client.fail(self._place.replica, self._rank, str(error), of_run=self._counted_on, lasting=lasting)
 
     def end(self) -> None:
         """This rank is done, or has failed."""

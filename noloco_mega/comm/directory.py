@@ -58,6 +58,8 @@ class _Failure:
     when: float
     of_run: bool
     """Whether it concerns the whole run, and not its own replica alone."""
+    lasting: bool
+    """Whether its replica would fail again if it were only started again."""
 
 
 class Directory:
@@ -114,20 +116,21 @@ class Directory:
             if failure is not None and failure.client != client:
                 del self._failures[run, place]
 
-    def fail(self, lease: Lease, failed: Sequence[tuple[Place, str, bool]]) -> None:
-        """Remember that these places failed at their start, why, and whether that concerns the whole run."""
+    def fail(self, lease: Lease, failed: Sequence[tuple[Place, str, bool, bool]]) -> None:
+        """Remember that these places failed at their start, why, whether that concerns the whole run, and whether it
+        lasts."""
         with self._changed:
-            for place, reason, of_run in failed:
-                self._failures[lease.run, place] = _Failure(lease.client, reason, time.monotonic(), of_run)
+            for place, reason, of_run, lasting in failed:
+                self._failures[lease.run, place] = _Failure(lease.client, reason, time.monotonic(), of_run, lasting)
             self._changed.notify_all()
 
     def find(
         self, run: str, wanted: Sequence[RunKey], seconds: float, age_seconds: float, asker: int | None = None
-    ) -> tuple[list[tuple[Key, Record]], str | None]:
+    ) -> tuple[list[tuple[Key, Record]], tuple[str, bool] | None]:
         """The wanted records as soon as all exist.
 
         Else those that there are when the time is up, or when a rank has failed whose failure concerns the replica
-        `asker`: then with its reason.
+        `asker`: then with its reason, and whether `asker` would fail again for it if it were only started again.
         """
         start = time.monotonic()
         with self._changed:
@@ -140,8 +143,8 @@ class Directory:
                 old_enough = RESTART_SECONDS - age_seconds - waited  # to be told of failures before its start
                 self._changed.wait(min(seconds - waited, old_enough + 0.01) if old_enough >= 0 else seconds - waited)
 
-    def _failed(self, run: str, age_seconds: float, asker: int | None) -> str | None:
-        """The first failure that concerns a client of this age and replica, in words.
+    def _failed(self, run: str, age_seconds: float, asker: int | None) -> tuple[str, bool] | None:
+        """The first failure that concerns a client of this age and replica, in words, and whether it lasts for it.
 
         One from before the client's start may belong to an earlier start of the run, whose ranks are starting again.
         """
@@ -149,13 +152,13 @@ class Directory:
         for where in [where for where, failure in self._failures.items() if now - failure.when > FAILED_SECONDS]:
             del self._failures[where]
         failures = sorted(
-            (failure.when, place, failure.reason)
+            (failure.when, place, failure.reason, failure.lasting)
             for (of_run, place), failure in self._failures.items()
             if of_run == run and (failure.of_run or place[0] == asker)
         )
-        for when, (replica, rank), reason in failures:
+        for when, (replica, rank), reason, lasting in failures:
             if now - when <= age_seconds or age_seconds > RESTART_SECONDS:
-                return f"replica {replica}, rank {rank} failed at its start: {reason}"
+                return f"replica {replica}, rank {rank} failed at its start: {reason}", lasting and replica == asker
         return None
 
 

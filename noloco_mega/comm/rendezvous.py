@@ -57,6 +57,11 @@ class RendezvousTimeout(TimeoutError):  # noqa: N818
 class StartFailed(ValueError):  # noqa: N818
     """Another rank of the run has said that it failed at its start; the message gives its place and reason."""
 
+    def __init__(self, message: str, lasting: bool = False) -> None:
+        """`lasting`: it is one of the own replica, which would fail again if it were only started again."""
+        super().__init__(message)
+        self.lasting = lasting
+
 
 class RendezvousServer:
     """The directory of any number of runs; serves from threads of its own as soon as it exists.
@@ -113,7 +118,8 @@ class RendezvousServer:
             return
         channel.expire_in(ANSWER_SECONDS)
         if failure is not None:
-            channel.send({"kind": "failed", "reason": failure})
+            reason, lasting = failure
+            channel.send({"kind": "failed", "reason": reason, "lasting": lasting})
             return
         for start in range(0, len(found), RECORDS_PER_MESSAGE):
             channel.send({"kind": "records", "records": found[start : start + RECORDS_PER_MESSAGE]})
@@ -131,7 +137,10 @@ class RendezvousServer:
         """Take a lease's announcements and failures, answer, and watch it from now on."""
         try:
             announced = [((lease.run, _key(key)), _record(record)) for key, record in request["hold"]]
-            failed = [(_place(place), str(reason), bool(of_run)) for place, reason, of_run in request["failed"]]
+            failed = [
+                (_place(place), str(why), bool(of_run), bool(lasting))
+                for place, why, of_run, lasting in request["failed"]
+            ]
             self._directory.announce(lease, announced, min(float(request["seconds"]), TAKEN_SECONDS))
             self._directory.fail(lease, failed)
             lease.channel.expire_in(ANSWER_SECONDS)
@@ -163,7 +172,7 @@ class RendezvousClient:
         self._hello = {"kind": "rendezvous", "run": run, "client": secrets.token_hex(16), "place": place}
         self._timeout_seconds = timeout_seconds
         self._announced: dict[Key, Record] = {}
-        self._failed: dict[Place, tuple[str, bool]] = {}
+        self._failed: dict[Place, tuple[str, bool, bool]] = {}
         self._lease: Channel | None = None
         self._on_lease = threading.RLock()
         self._born = time.monotonic()
@@ -183,15 +192,16 @@ class RendezvousClient:
             self._announced = before
             raise
 
-    def fail(self, replica: int, rank: int, reason: str, *, of_run: bool = True) -> bool:
+    def fail(self, replica: int, rank: int, reason: str, *, of_run: bool = True, lasting: bool = False) -> bool:
         """Tell all ranks of the run that wait, or will soon, that this one failed at its start; without `of_run` only
-        those of its own replica: the others can do without it.
+        those of its own replica: the others can do without it. `lasting`: its replica would fail again if it were only
+        started again.
 
         Returns whether the server knows it now, after TELL_SECONDS at most: a process that fails has no more to do
         where it can't be told.
         """
         place = _place((replica, rank))
-        self._failed[place] = (reason[:MAX_REASON_CHARACTERS], of_run)
+        self._failed[place] = (reason[:MAX_REASON_CHARACTERS], of_run, lasting)
         try:
             self._hold([], [place], TELL_SECONDS)
         except (RendezvousTimeout, ValueError):
@@ -324,7 +334,7 @@ class RendezvousClient:
         while (answer := channel.receive())["kind"] == "records":
             found.update({(replica, rank): record for (_, replica, rank), record in answer["records"]})
         if answer["kind"] == "failed":
-            raise StartFailed(answer["reason"])
+            raise StartFailed(answer["reason"], answer["lasting"])
         if answer["kind"] != "end":
             raise self._refused(answer)
         return found

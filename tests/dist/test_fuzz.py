@@ -297,7 +297,7 @@ def request(chance):
     """A request to a rendezvous whose parts are right, or anything."""
     good_hold = {"hold": [[["t", 0, chance.randrange(5)], {"r": 1}]], "failed": [], "seconds": 0.1}
     good_find = {"find": [["t", 0, 0]], "seconds": 0.1, "age": 1.0}
-    made = dict(chance.choice([good_hold, good_find, {"hold": [], "failed": [[[0, 0], "why", True]], "seconds": 0}]))
+    made = dict(chance.choice([good_hold, good_find, {"hold": [], "failed": [[[0, 0], "why", True, False]], "seconds": 0}]))
     for key in list(made):
         if chance.random() < 0.4:
             made[key] = anything(chance)

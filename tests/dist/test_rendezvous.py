@@ -18,7 +18,7 @@ from noloco_mega.comm import directory, rendezvous
 from noloco_mega.comm import muster as mustering
 from noloco_mega.comm.muster import Muster
 from noloco_mega.comm.rendezvous import RendezvousClient, RendezvousServer, RendezvousTimeout, StartFailed
-from noloco_mega.entry import TRY_AGAIN, guarded
+from noloco_mega.entry import TRY_AGAIN, USER_MUST_ACT, guarded
 from noloco_mega.gathering import Gathering, run_id
 from noloco_mega.grid import Place
 from tests.harness import Ranks, run_ranks
@@ -262,6 +262,16 @@ def test_a_failure_that_others_can_do_without_is_its_own_replicas_alone(server):
         sibling.wait_for("muster", [(1, 0)])
     with pytest.raises(RendezvousTimeout):
         other.wait_for("store", [(1, 0)], timeout_seconds=0.2)
+
+
+@pytest.mark.parametrize("lasting", [True, False])
+def test_only_the_replica_that_would_fail_again_is_not_to_be_started_again(server, lasting):
+    """All ranks of a replica end with one status: a launcher that sees several goes by the highest."""
+    other, sibling, failing = (client(server.address, place=place) for place in ((0, 0), (1, 1), (1, 0)))
+    failing.fail(1, 0, "no such folder", lasting=lasting)
+    assert guarded(lambda _: other.wait_for("muster", [(1, 0)]), None) == TRY_AGAIN
+    ends = guarded(lambda _: sibling.wait_for("muster", [(1, 0)]), None)
+    assert ends == (USER_MUST_ACT if lasting else TRY_AGAIN)
 
 
 def muster(server, replica, enough, replicas=3, timeout_seconds=10.0):
