@@ -193,7 +193,7 @@ class Noloco:
     receiver's own tensor ("noloco", "gossip"); spend what it saves on a smaller inner_steps. "absmax": each replica's
     outer gradient rounded to as many bits, with error feedback ("diloco"; only in the simulator)."""
     codec_bits: Annotated[int, Field(ge=2, le=8)] = 4
-    """Bits per weight; one byte per 64 weights comes on top."""
+    """Bits per weight; two bytes per 128 weights come on top."""
     codec_range: Annotated[float, Field(ge=2, le=1000)] = 6.0
     """"modulo": half the range that a code can tell, in rms of the difference between two partners. Smaller: finer
     steps, and more weights that wrap (`wrap_rate` in metrics.jsonl)."""

@@ -17,8 +17,8 @@ SLOW_WEIGHTS = frozenset({"noloco", "diloco"})
 """The outer optimizers that keep φ and δ."""
 SMALL_GROUPS = frozenset({"noloco", "gossip"})
 """The outer optimizers whose replicas swap tensors in groups of n."""
-CODE_BLOCK = 64
-"""Weights that share a step under the modulo codec (comm/codec.py)."""
+CODE_BLOCK = 128
+"""Weights that share a step under the modulo codec (comm/codec.py), with 2 bytes that tell it."""
 FLOPS_PER_PARAMETER_AND_TOKEN = 6
 """Forward 2, backward 4 (Kaplan et al., arXiv 2001.08361, section 2.1); attention scores are left out."""
 
@@ -160,10 +160,10 @@ def partners_of_a_replica(config: Config) -> int:
 
 def message_bytes(noloco: Noloco, elements: int) -> int:
     """What tells a tensor of `elements` weights to one other replica: 4 bytes each; with a codec `codec_bits` each, and
-    one byte per block, whose last one is filled up."""
+    two bytes per block, whose last one is filled up."""
     if noloco.codec == "none":
         return 4 * elements
-    return -(-elements // CODE_BLOCK) * (1 + CODE_BLOCK * noloco.codec_bits // 8)
+    return -(-elements // CODE_BLOCK) * (2 + CODE_BLOCK * noloco.codec_bits // 8)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,17 +7,18 @@ The sender has x, the receiver its own y; both know the step s and a dither u, u
     q' = code + M·round((y/s + u − code)/M)      what the receiver takes for q: the point of this code nearest to y
 
 x̂ is x without bias, with the variance s²/12 (Schuchman's theorem on subtractive dither; ours has 256 values, which
-leaves a bias of s/512 at most). q' = q as long as
-|x̂ − y| < M·s/2, the *range*. Beyond it the code has *wrapped*: what is read is M·s off, and yet no further from y than
-the range. This is the code of Moniqua (arXiv 2002.11787) with dither that is subtracted again.
+leaves a bias of s/512 at most). q' = q as long as |x̂ − y| < M·s/2, the *range*. Beyond it the code has *wrapped*: what
+is read is M·s off, and yet no further from y than the range. This is the code of Moniqua (arXiv 2002.11787) with dither
+that is subtracted again.
 
-BLOCK weights share one byte: the number of their step, and one bit more, the parity of Σ (q div M) over the block. A
-receiver whose own sum differs has misread an odd number of weights. It then moves the one that lies nearest to the end
-of the range to the other end, which is the nearest point of the lattice with that parity (Conway and Sloane, IEEE
-Trans. Inf. Theory 28, 1982, on D_n), and nearly always what was meant when one weight has wrapped.
+BLOCK weights share a head of 16 bits: the number of their step, and Σ n·(q div M) mod 257 over the block, n = 1 to 128.
+One weight that has wrapped makes the receiver's own sum differ by +n or −n, which are all different: so it is found and
+mended. When what is found can't be true (MENDED_FROM), more of them have wrapped and the block is unreadable. Of such
+blocks 1 in 257 goes unnoticed. It must not be many: a weight that is read on the wrong side is pushed away from its
+partner's, and soon further than any range.
 
-Shapes: x, y, x̂ fp32 [E]; B = E/BLOCK blocks, rounded up; heads uint8 [B], of which bit 7 is the parity; dither fp32
-[B·BLOCK]; packed codes uint8 [B·BLOCK·bits/8]. Zeros fill the last block. Everything is elementwise, on any device.
+Shapes: x, y, x̂ fp32 [E]; B = E/BLOCK blocks, rounded up; heads int16 [B]; dither fp32 [B·BLOCK]; packed codes uint8
+[B·BLOCK·bits/8]. Zeros fill the last block. Everything is elementwise or per block, on any device.
 """
 
 from __future__ import annotations
@@ -39,6 +40,10 @@ FINEST = 2.0**-16
 """No step is finer than this part of its block's largest |x|: x/s + u is then within 2^-8 of exact in fp32."""
 STEPS = [2.0 ** (LOWEST_OCTAVE + number / STEPS_PER_OCTAVE) for number in range(NOT_FINITE)]
 """The steps by number, from 1.5e-8 to 45."""
+MODULUS = 257
+MENDED_FROM = 1 / 2
+"""Of the range: a weight that is said to have wrapped must have seemed to lie beyond this, or it would differ by more
+than one and a half ranges."""
 
 
 class Decoded(NamedTuple):
@@ -48,8 +53,10 @@ class Decoded(NamedTuple):
     """x̂, fp32 [E]; NaN in blocks whose values were not finite."""
     steps: Tensor
     """The step of each block, fp32 [B]; NaN where the block is."""
-    odd_blocks: int
-    """Blocks in which an odd number of weights had wrapped, before they were mended."""
+    wrapped: Tensor
+    """Whether weights of the block had wrapped: bool [B]."""
+    unreadable: Tensor
+    """Whether they could not be mended, so that x̂ means nothing there: bool [B]."""
 
 
 def blocks_of(elements: int) -> int:
@@ -88,36 +95,41 @@ def mean_squares(values: Tensor) -> Tensor:
 
 def encode(x: Tensor, wanted: Tensor, u: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """The message (heads, packed codes) that tells x, in steps as near to `wanted` [B] as there are."""
-    rows = blocks(x)
+    rows, size = blocks(x), 1 << bits
     numbers = _numbers(torch.maximum(wanted, rows.abs().amax(1) * FINEST))
-    steps, size = _steps(numbers), 1 << bits
-    q = (rows / steps[:, None]).add_(u.view_as(rows)).round_()
+    q = (rows / _steps(numbers)[:, None]).add_(u.view_as(rows)).round_()
     high = (q / size).floor_()
     codes = q.sub_(high, alpha=size).nan_to_num_(0.0).to(torch.uint8)
-    parity = high.sum(1).nan_to_num_(0.0).remainder_(2).to(torch.uint8)
-    return numbers | parity << 7, pack(codes.view(-1), bits)
+    heads = (numbers - 64) * 512 + _sums(high).nan_to_num_(0.0).int()
+    return heads.to(torch.int16), pack(codes.view(-1), bits)
 
 
 def decode(heads: Tensor, packed: Tensor, y: Tensor, u: Tensor, bits: int) -> Decoded:
     """What a message says to someone whose own tensor is y."""
     rows, size = blocks(y), 1 << bits
-    u = u.view_as(rows)
-    steps = _steps(heads & 127)
+    u, steps = u.view_as(rows), steps_of(heads)
     codes = unpack(packed, bits).view_as(rows).float()
-    own = (rows / steps[:, None]).add_(u)
-    high = own.sub(codes).div_(size).round_()
-    odd = (high.sum(1).remainder_(2) != (heads >> 7)).logical_and_(steps.isfinite()).nonzero().squeeze(1)
-    if odd.numel():
-        ahead = own[odd].sub_(codes[odd]).sub_(high[odd], alpha=size)  # how far y lies above what was read, in steps
-        farthest = ahead.abs().argmax(1)
-        high[odd, farthest] += ahead.gather(1, farthest[:, None]).squeeze(1).sign()
+    ahead = (rows / steps[:, None]).add_(u).sub_(codes)  # of the point that q = code is, in steps
+    high = (ahead / size).round_()
+    difference = (_sums(high) - (heads.int() & 511)).remainder_(MODULUS)
+    wrapped = (difference != 0).logical_and_(steps.isfinite())
+    unreadable = wrapped.clone()
+    if bool(wrapped.any()):
+        where = wrapped.nonzero().squeeze(1)
+        found = difference[where].long()
+        place = torch.minimum(found, MODULUS - found) - 1  # n is place + 1
+        too_high = torch.where(found == place + 1, 1.0, -1.0)
+        inside = ahead[where, place] - size * high[where, place]
+        mended = inside * too_high < -MENDED_FROM * size / 2
+        unreadable[where] = ~mended
+        high[where, place] -= too_high * mended
     x = codes.add_(high, alpha=size).sub_(u).mul_(steps[:, None])
-    return Decoded(x.view(-1)[: y.numel()], steps, odd.numel())
+    return Decoded(x.view(-1)[: y.numel()], steps, wrapped, unreadable)
 
 
 def rounding(heads: Tensor, x: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
     """x − x̂, which the sender of a message with these heads has left out, fp32 [E]; and the step of each block [B]."""
-    rows, steps = blocks(x), _steps(heads & 127)
+    rows, steps = blocks(x), steps_of(heads)
     exact = (rows / steps[:, None]).add_(u.view_as(rows))
     left = exact.sub_(exact.round()).mul_(steps[:, None])
     return left.view(-1)[: x.numel()], steps
@@ -130,14 +142,19 @@ def noise(steps: Tensor, elements: int) -> float:
     return (BLOCK * float(squares.sum()) - missing) / 12
 
 
-def wrap_rate(odd_blocks: int, all_blocks: int) -> float:
-    """The share of weights that wrapped, from the share p of blocks with an odd number of them.
+def wrap_rate(wrapped_blocks: int, all_blocks: int) -> float:
+    """The share of weights that wrapped, from the share p of blocks in which any did.
 
-    With λ wraps per block on average, Poisson distributed, p = (1 − exp(−2λ))/2. From p = ½ on, which says that many
-    have wrapped and not how many, the rate of half an odd block below that.
+    With λ of them per block on average, Poisson distributed, p = 1 − exp(−λ). Where p is 1, as if half a block were
+    without.
     """
-    share = min(odd_blocks, (all_blocks - 1) / 2) / all_blocks
-    return -0.5 * math.log1p(-2 * share) / BLOCK
+    share = min(wrapped_blocks, all_blocks - 0.5) / all_blocks
+    return -math.log1p(-share) / BLOCK
+
+
+def steps_of(heads: Tensor) -> Tensor:
+    """The step of each block, NaN for NOT_FINITE: fp32 [B]."""
+    return _steps((heads.int() >> 9) + 64)
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
@@ -173,12 +190,19 @@ def _groups(bits: int) -> tuple[int, int]:
 
 
 def _numbers(wanted: Tensor) -> Tensor:
-    """The number of the step nearest in ratio to each wanted one: uint8 [B]."""
+    """The number of the step nearest in ratio to each wanted one: int32 [B]."""
     exact = (wanted.log2() - LOWEST_OCTAVE) * STEPS_PER_OCTAVE
     numbers = exact.round_().clamp_(0, NOT_FINITE - 1)
-    return numbers.masked_fill_(wanted.isfinite().logical_not_(), NOT_FINITE).to(torch.uint8)
+    return numbers.masked_fill_(wanted.isfinite().logical_not_(), NOT_FINITE).int()
 
 
 def _steps(numbers: Tensor) -> Tensor:
     """The step of each number, NaN for NOT_FINITE: fp32 [B]."""
     return torch.tensor([*STEPS, math.nan], device=numbers.device)[numbers.long()]
+
+
+def _sums(high: Tensor) -> Tensor:
+    """Σ n·h mod 257 over each block, from [B, BLOCK] whole numbers: fp32 [B], exact, as no sum exceeds 2^24."""
+    small = high - (high / MODULUS).round_().mul_(MODULUS)
+    weights = torch.arange(1, BLOCK + 1, dtype=high.dtype, device=high.device)
+    return torch.mv(small, weights).remainder_(MODULUS)

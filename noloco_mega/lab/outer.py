@@ -92,7 +92,7 @@ class DiLoCo(Outer):
 
         Δ̂_j = Q(Δ_j + r_j),   r_j ← Δ_j + r_j − Δ̂_j
 
-    Q draws between the two nearest of 2^bits equal steps from −max|·| to +max|·| of each block of 64 weights. Bytes
+    Q draws between the two nearest of 2^bits equal steps from −max|·| to +max|·| of each block of weights. Bytes
     count as those of a ring that adds up codes at no loss, which is the best that an all-reduce could do with them.
     """
 
@@ -235,10 +235,10 @@ class Swap:
                 norm = float(own.norm())
                 if others and norm > 0:
                     spread[member] = sum(square**0.5 for square in squares) / norm / len(others)
-                odd, blocks = (
-                    sum(getattr(found, what) for found in read.values()) for what in ("odd_blocks", "blocks")
+                wrapped, blocks = (
+                    sum(getattr(found, what) for found in read.values()) for what in ("wrapped_blocks", "blocks")
                 )
-                wrap_rate[member] = codec.wrap_rate(odd, blocks) if blocks else None
+                wrap_rate[member] = codec.wrap_rate(wrapped, blocks) if blocks else None
         sent = [costs.message_bytes(self._settings, tensors.shape[1]) * len(others) for others in partners]
         return held, Exchanged(
             partners=partners, payload_bytes=sent, sent_bytes=sent, spread=spread, wrap_rate=wrap_rate
@@ -255,7 +255,7 @@ class Swap:
 
 
 def absmax_rounded(values: Tensor, u: Tensor, bits: int) -> Tensor:
-    """Q(values) with the dither u: 2^bits steps per block of 64, from −max|·| to +max|·|; without bias. fp32 [E]."""
+    """Q(values) with the dither u: 2^bits steps per block, from −max|·| to +max|·|; without bias. fp32 [E]."""
     rows = codec.blocks(values)
     largest = rows.abs().amax(1, keepdim=True)
     step = 2 * largest / (2**bits - 1)

@@ -15,8 +15,8 @@ group's mean, where nothing but the loss takes it away; averaging x̂_i and x̂_
 **The range** is `codec_range` times the rms of the pair's difference, of which the sender has to know before the
 exchange what it will be, block by block (`Estimate`): what the last exchange has shown, and no less than the block has
 moved since. Before the first one, as after a join, only the movement is known. A range that is too narrow makes no
-rubbish: what is read lies within it of the receiver's own tensor, as if the partner had moved less; how much has
-wrapped is measured; and the next range is wider.
+rubbish: a weight that has wrapped is mended if it is the only one of its block, else the block is taken for the
+receiver's own and moves nothing; how much has wrapped is measured; and the next range is wider, of both partners.
 
 Shapes: all tensors are flat, [P] with P the elements of one master; B blocks of a master. A message has two tensors per
 master, heads and codes.
@@ -43,11 +43,12 @@ if TYPE_CHECKING:
 FIRST_RATIO = 2.0
 """Of a pair's difference to each one's movement, where nothing else is known: two moves of one length differ by no
 more."""
-LEAST_FALL = 1 / 2
-"""Of the mean square that is expected, however little the masters have moved."""
 SHAPE_FLOOR = 1 / 8
 """Of the rms of all blocks: what each block is at least expected to differ by, as it may have moved at the partner's
 alone, like the embedding of a rare token. Where it has not, that costs 1/64 of the rounding errors' energy."""
+MARGIN = 1.25
+"""Times the largest difference that a block has shown: what its next range covers at least. One weight that differs
+much from a partner's would else be lost among the others of its block, and wrap again and again."""
 PIECE_ELEMENTS = 1 << 17
 """Elements that one pass works on, a multiple of a block: its temporaries stay in the processor's cache. Part of the
 code, as each piece has a dither of its own."""
@@ -63,8 +64,8 @@ class Read:
     """fp32 [P] each, on the CPU."""
     noise: float = 0.0
     """Expected Σ (error)² in the difference to the replica's own masters."""
-    odd_blocks: int = 0
-    """Blocks in which an odd number of weights had wrapped."""
+    wrapped_blocks: int = 0
+    """Blocks in which weights had wrapped."""
     blocks: int = 0
     """Blocks read; 0 where nothing can wrap."""
 
@@ -135,16 +136,23 @@ class Exact(Coding):
         return {partner: Read(tensors=message) for partner, message in arrived.items()}
 
 
+@dataclass(frozen=True, kw_only=True)
+class Shown:
+    """What messages have shown of the differences in the blocks of one master: fp32 [B] each."""
+
+    square: Tensor
+    """Mean square."""
+    least: Tensor
+    """What the mean square has to be taken for at least, if the range is to cover every weight (MARGIN)."""
+
+
 class Estimate:
     """What the masters of one rank will differ from a partner's by, in mean square and block by block.
 
-    What earlier exchanges have shown, each of them counting half as much as the next one; scaled as the square of the
-    movement since the last outer step has grown, as both follow the learning rate (or has fallen, to no less than
-    LEAST_FALL: a phase may have been cut short); and (1 + k)² times that after k outer steps without a partner, since
-    replicas that are left alone drift apart steadily. No less than the block's own movement, nor than SHAPE_FLOOR.
-
-    Where a block differs by more than its code can tell, its weights seem to lie anywhere in the range, and show a
-    third of its square. More than a quarter of that square is taken for the sign of it, and the next range is wider.
+    What earlier exchanges have shown, each of them counting half as much as the next one; more by as much as the square
+    of the movement since the last outer step has grown, as both follow the learning rate; and (1 + k)² times that after
+    k outer steps without a partner, since replicas that are left alone drift apart steadily. No less than the block's
+    own movement, nor than SHAPE_FLOOR.
     """
 
     def __init__(self, masters: Sequence[Tensor]) -> None:
@@ -156,7 +164,7 @@ class Estimate:
     def expected(self, moved: Sequence[Tensor], movement: float) -> list[Tensor]:
         """Of the coming exchange, where the movement is `moved` in each block and `movement` in all."""
         before, alone = self.numbers.tolist()
-        growth = (max(LEAST_FALL, movement / before) if before else 1.0) * (1 + alone) ** 2
+        growth = (max(1.0, movement / before) if before else 1.0) * (1 + alone) ** 2
         least = 1.0 if before else FIRST_RATIO**2
         found = [torch.maximum(square * growth, move * least) for square, move in zip(self.squares, moved, strict=True)]
         total = sum(float(square.sum(dtype=torch.float64)) for square in found)
@@ -167,14 +175,11 @@ class Estimate:
         """An outer step had no partner."""
         self.numbers[1] += 1
 
-    def learn(
-        self, expected: Sequence[Tensor], shown: Sequence[Tensor], wrapped: Sequence[Tensor], movement: float
-    ) -> None:
-        """An exchange has shown `shown` where `expected` was; bool [B] `wrapped` where more than a code can tell."""
+    def learn(self, expected: Sequence[Tensor], shown: Sequence[Shown], movement: float) -> None:
+        """An exchange has shown `shown` where `expected` was."""
         first = not self.numbers[0]
-        for square, old, new, too_much in zip(self.squares, expected, shown, wrapped, strict=True):
-            known = new if first else (old + new) / 2
-            square.copy_(torch.where(too_much, 4 * torch.maximum(old, new), known))
+        for square, old, new in zip(self.squares, expected, shown, strict=True):
+            square.copy_(torch.maximum(new.square if first else (old + new.square) / 2, new.least))
         self.numbers.copy_(torch.tensor([movement, 0.0], dtype=torch.float64))
 
     def forget(self) -> None:
@@ -199,8 +204,8 @@ class Modulo(Coding):
         """Mean square of what the masters had moved by at the last `write`."""
         self._expected: list[Tensor] = []
         """And what was expected there."""
-        self._measured: dict[int, list[tuple[Tensor, Tensor]]] = {}
-        """Partner -> what its message has shown of each master's blocks, as `Estimate.learn` takes it."""
+        self._shown: dict[int, list[Shown]] = {}
+        """Partner -> what its message has shown, per master."""
         self._message: Message = []
         self._buffers: list[Message] = []
         self._read: list[list[Tensor]] = []
@@ -227,9 +232,12 @@ class Modulo(Coding):
         while len(self._read) < len(arrived):
             self._read.append(_host_like(self._masters))
         tensors = dict(zip(arrived, self._read, strict=False))
-        noise, odd = dict.fromkeys(arrived, 0.0), dict.fromkeys(arrived, 0)
-        self._measured = {
-            partner: [(torch.empty_like(square), square.bool()) for square in self.estimate.squares]
+        noise, wrapped = dict.fromkeys(arrived, 0.0), dict.fromkeys(arrived, 0)
+        self._shown = {
+            partner: [
+                Shown(square=torch.empty_like(square), least=torch.empty_like(square))
+                for square in self.estimate.squares
+            ]
             for partner in arrived
         }
         for index, piece in parts(self._masters, PIECE_ELEMENTS):
@@ -241,12 +249,20 @@ class Modulo(Coding):
                 heads, codes = self._in_message(message, index, piece)
                 u = self._dither(outer_step, rank, partner, index, piece)
                 found = codec.decode(heads.to(x.device), codes.to(x.device), x, u, self._bits)
-                self._measure(partner, index, piece, x - found.x, found.steps)
-                tensors[partner][index][piece].copy_(found.x.add_(residual))
+                unreadable = self._note(self._shown[partner][index], piece, x - found.x, found)
+                found.x.add_(residual)
+                if bool(unreadable.any()):  # is taken for the own, so that it moves nothing
+                    torch.where(_of_weights(unreadable, x), x, found.x, out=found.x)
+                tensors[partner][index][piece].copy_(found.x)
                 noise[partner] += own_noise + codec.noise(found.steps, len(x))
-                odd[partner] += found.odd_blocks
+                wrapped[partner] += int(found.wrapped.sum())
         return {
-            partner: Read(tensors=tensors[partner], noise=noise[partner], odd_blocks=odd[partner], blocks=self._blocks)
+            partner: Read(
+                tensors=tensors[partner],
+                noise=noise[partner],
+                wrapped_blocks=wrapped[partner],
+                blocks=self._blocks,
+            )
             for partner in arrived
         }
 
@@ -256,10 +272,15 @@ class Modulo(Coding):
         if not partners:
             self.estimate.alone()
             return
-        by_master = list(zip(*(self._measured[partner] for partner in partners), strict=True))
-        shown = [torch.stack([square for square, _ in found]).mean(0) for found in by_master]
-        wrapped = [torch.stack([flag for _, flag in found]).any(0) for found in by_master]
-        self.estimate.learn(self._expected, shown, wrapped, self._movement)
+        by_master = zip(*(self._shown[partner] for partner in partners), strict=True)
+        shown = [
+            Shown(
+                square=torch.stack([each.square for each in found]).mean(0),
+                least=torch.stack([each.least for each in found]).amax(0),
+            )
+            for found in by_master
+        ]
+        self.estimate.learn(self._expected, shown, self._movement)
 
     def state_dict(self) -> dict[str, Any]:
         return {"pair_squares": self.estimate.squares, "pair_numbers": self.estimate.numbers.tolist()}
@@ -282,12 +303,23 @@ class Modulo(Coding):
         self._expected = self.estimate.expected(squares, self._movement)
         return [square.sqrt().mul_(step_per_rms) for square in self._expected]
 
-    def _measure(self, partner: int, index: int, piece: slice, difference: Tensor, steps: Tensor) -> None:
-        """What a partner's message shows of the difference in each block."""
-        squares, wrapped = (found[_blocks_in(piece)] for found in self._measured[partner][index])
-        raw, step_squares = codec.mean_squares(difference), steps.square()
-        squares.copy_((raw - step_squares / 12).clamp_(min=0))
-        wrapped.copy_(raw > step_squares * ((1 << self._bits) / 4) ** 2)  # half the range, squared
+    def _note(self, shown: Shown, piece: slice, difference: Tensor, found: codec.Decoded) -> Tensor:
+        """Note what a piece of a partner's message shows; which of its blocks can't be read, bool [B].
+
+        One that differs by more than its code can tell seems to lie anywhere in the range, with a third of its square
+        as its mean square. It is taken for such a one where a quarter is reached, and calls for four times the range;
+        any other unreadable one for twice the range.
+        """
+        blocks = _blocks_in(piece)
+        square = codec.mean_squares(difference)
+        partners_range = found.steps * (1 << self._bits) / 2
+        beyond = square > partners_range.square() / 4
+        unreadable = found.unreadable.logical_or(beyond)
+        largest = codec.blocks(difference).abs().amax(1).mul_(MARGIN)
+        covered = torch.maximum(largest, partners_range * (2 * unreadable + 2 * beyond))
+        shown.square[blocks] = (square - found.steps.square() / 12).clamp_(min=0)
+        shown.least[blocks] = (covered / self._range).square_()
+        return unreadable
 
     def _dither(self, outer_step: int, rank: int, sender: int, index: int, piece: slice) -> Tensor:
         master = self._masters[index]
@@ -302,15 +334,23 @@ class Modulo(Coding):
 
     def _empty_message(self) -> Message:
         return [
-            torch.empty(size, dtype=torch.uint8, pin_memory=theta.is_cuda)
+            torch.empty(size, dtype=dtype, pin_memory=theta.is_cuda)
             for theta in self._masters
-            for size in (codec.blocks_of(theta.numel()), codec.code_bytes(theta.numel(), self._bits))
+            for size, dtype in (
+                (codec.blocks_of(theta.numel()), torch.int16),
+                (codec.code_bytes(theta.numel(), self._bits), torch.uint8),
+            )
         ]
 
 
 def _blocks_in(piece: slice) -> slice:
     """The blocks of a piece, which begins with one; what lies behind a tensor's end does no harm."""
     return slice(piece.start // codec.BLOCK, codec.blocks_of(piece.stop))
+
+
+def _of_weights(blocks: Tensor, x: Tensor) -> Tensor:
+    """[B] of blocks as [E] of the weights of x."""
+    return blocks.repeat_interleave(codec.BLOCK)[: len(x)]
 
 
 def _host_like(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -182,9 +182,11 @@ class GroupExchange:
         """The spread and the wrap rate over the whole replica. Collective over it where somebody counts."""
         if not counted:
             return None, None
-        odd, blocks = (sum(getattr(found, what) for found in counted.values()) for what in ("odd_blocks", "blocks"))
-        own, odd, blocks, *differences = self._peers.total([own, odd, blocks, *differences])
-        wrap_rate = codec.wrap_rate(round(odd), round(blocks)) if blocks else None
+        wrapped, blocks = (
+            sum(getattr(found, what) for found in counted.values()) for what in ("wrapped_blocks", "blocks")
+        )
+        own, wrapped, blocks, *differences = self._peers.total([own, wrapped, blocks, *differences])
+        wrap_rate = codec.wrap_rate(round(wrapped), round(blocks)) if blocks else None
         if own == 0:
             return None, wrap_rate
         return sum((difference / own) ** 0.5 for difference in differences) / len(differences), wrap_rate

@@ -47,7 +47,7 @@ def test_bytes_at_the_sockets_are_those_of_the_codes(members, optimizer, bits): 
     settings = Noloco(optimizer=optimizer, codec="modulo", codec_bits=bits)
     ours, their, mine, theirs = step(members, settings, settings)
     expected = sum(costs.message_bytes(settings, size) for size in SIZES)
-    assert expected == (79 + 2) * (1 + 8 * bits)
+    assert expected == (40 + 1) * (2 + 16 * bits)
     for report in (ours, their):
         assert report.sent_bytes == report.received_bytes == expected and report.received and not report.missed
         assert 0 <= report.wrap_rate < 1e-3

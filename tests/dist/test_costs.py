@@ -43,7 +43,7 @@ def _measure(place, directory, grid, bf16, variant):
     engines.apply(engine, world)
     masters = Masters(engine)
     state = engine.basic_optimizer.state
-    outer = NoLoCo(masters, settings.noloco, SimpleNamespace())
+    outer = NoLoCo(masters, settings.noloco, SimpleNamespace(replica=0))
     return {
         "parameters": sum(p.numel() for p in model.parameters()),
         "weights": _bytes(model.parameters()),

@@ -55,7 +55,7 @@ def main() -> None:
 
     def read(number: int) -> None:
         found = ours.read(number, 0, {1: messages[number]})[1]
-        assert found.odd_blocks < 0.01 * found.blocks
+        assert found.wrapped_blocks < 0.01 * found.blocks
 
     def prepare(number: int) -> None:
         messages[number] = theirs.write(number, 0)
