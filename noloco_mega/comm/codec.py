@@ -50,7 +50,7 @@ class Decoded(NamedTuple):
     """What a receiver reads in a message."""
 
     x: Tensor
-    """x̂, fp32 [E]; NaN in blocks whose values were not finite."""
+    """x̂, fp32 [E]; NaN in blocks whose values were not finite, and where y is not."""
     steps: Tensor
     """The step of each block, fp32 [B]; NaN where the block is."""
     wrapped: Tensor
@@ -112,7 +112,7 @@ def decode(heads: Tensor, packed: Tensor, y: Tensor, u: Tensor, bits: int) -> De
     ahead = (rows / steps[:, None]).add_(u).sub_(codes)  # of the point that q = code is, in steps
     high = (ahead / size).round_()
     difference = (_sums(high) - (heads.int() & 511)).remainder_(MODULUS)
-    wrapped = (difference != 0).logical_and_(steps.isfinite())
+    wrapped = (difference != 0).logical_and_(difference.isfinite())
     unreadable = wrapped.clone()
     if bool(wrapped.any()):
         where = wrapped.nonzero().squeeze(1)

@@ -101,7 +101,7 @@ def test_the_error_is_uniform_without_bias_and_independent_of_x():
     "half_range, elements", [(5.0, 1 << 18), (7.0, 1 << 20), pytest.param(10.0, 1 << 24, marks=pytest.mark.slow)]
 )
 def test_weights_wrap_as_often_as_designed(half_range, elements):
-    """Differences with tails as training shows them (Laplace's): 8.5e-4 beyond 5 rms, 7e-7 beyond 10. What has wrapped is
+    """Differences with tails as training shows them (Laplace): 8.5e-4 beyond 5 rms, 7e-7 beyond 10. What has wrapped is
     told by the sums; what is then read is right, or known to be unreadable."""
     step = 2.0**-7
     # P(|d + e| > r) for Laplace's d of rms 1 and the rounding error e, uniform in ±r/16: its tail is exp(−√2·r).
@@ -119,7 +119,7 @@ def test_weights_wrap_as_often_as_designed(half_range, elements):
     mendable = ((distance > 8).sum(1) <= 1) & (distance.amax(1) < 12)
     wrong = ((found.x - meant).abs() > step / 2).view(-1, 128).any(1)
     assert not wrong[mendable].any() and not found.unreadable[mendable].any()
-    assert found.wrapped[~mendable].all() and (~mendable).sum() > 2
+    assert found.wrapped[~mendable].all() and (half_range > 5 or (~mendable).sum() > 10)
     assert (wrong & ~found.unreadable).sum() <= 0.02 * (~mendable).sum() + 1
 
 
@@ -160,6 +160,14 @@ def test_values_that_are_not_finite_are_read_as_such():
     heads, packed, u = message(x, 0.02, 4)
     found = codec.decode(heads, packed, y, u, 4)
     assert found.x[:128].isfinite().all() and found.x[128:].isnan().all() and not found.wrapped.any()
+
+
+def test_a_receiver_whose_own_values_are_not_finite_reads_none():
+    x, y = draw(384, scale=1e-3)
+    heads, packed, u = message(x, 0.02, 4)
+    y[140], y[300] = math.nan, math.inf
+    found = codec.decode(heads, packed, y, u, 4)
+    assert not found.x[140].isfinite() and not found.x[300].isfinite() and found.x[:128].isfinite().all()
 
 
 def test_steps_have_limits():
