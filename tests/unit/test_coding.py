@@ -124,7 +124,7 @@ def test_rounding_adds_to_the_spread_what_the_stability_check_expects(optimizer,
     assert moved.double().square().mean() / a == pytest.approx(gamma**2 * k * (1 + noise), rel=0.02)
     assert torch.allclose(theta.mean(0), before.mean(0), atol=1e-5) and max(exchanged.wrap_rate) < 1e-5
     if optimizer == "gossip":
-        radius = stability.spectral_radius(0.0, 1.0, group_size, replicas, noise)
+        radius = stability.spectral_radius(0.0, 1.0, group_size, replicas, noise=noise)
         assert deviation.double().square().mean() / a == pytest.approx(radius, rel=0.03)
 
 

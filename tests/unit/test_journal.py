@@ -20,7 +20,14 @@ ALONE = SimpleNamespace(total=lambda values: [float(value) for value in values],
 OUTER = SimpleNamespace(
     optimizer=SimpleNamespace(due=lambda step: step % 6 == 0, settings=None),
     last_report=SimpleNamespace(
-        sent_bytes=8, missed={}, received=(), asked=(), exchange_seconds=0.1, unacknowledged=(), spread=None
+        sent_bytes=8,
+        missed={},
+        received=(),
+        asked=(),
+        exchange_seconds=0.1,
+        unacknowledged=(),
+        spread=None,
+        wrap_rate=None,
     ),
     last_probe=(torch.zeros(2), torch.ones(2)),
     step=0,
