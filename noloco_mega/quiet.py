@@ -15,6 +15,9 @@ MEGATRON = ("Apex is not installed", "Transformer Engine and Apex are not instal
 # torch, on megatron-core's and DeepSpeed's behalf: names that they will have to change.
 TORCH = (r".*torch\.distributed\._(all_gather|reduce_scatter)_base.*", r".*all_gather_into_tensor.*deprecated.*")
 
+# torch: that a parameter of the simulator is not one piece of memory: it is some columns of [N, P] (lab/stacked.py).
+LAYOUT = "grad and param do not obey the gradient layout contract"
+
 # DeepSpeed: that there is no GPU, and a learning rate read before the first step, which is 0 as it should be.
 DEEPSPEED = (
     "Setting accelerator to CPU",
@@ -32,7 +35,7 @@ def expected() -> None:
     # torch's C++ part prints a stack trace for every store that ends with its server, which is how a circuit that is
     # given up ends; its errors are raised as well. Read once, when torch is first imported.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    for message in MEGATRON:
+    for message in (*MEGATRON, LAYOUT):
         warnings.filterwarnings("ignore", message=message, category=UserWarning)
     for message in TORCH:
         warnings.filterwarnings("ignore", message=message, category=FutureWarning)
