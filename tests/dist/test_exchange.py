@@ -260,20 +260,23 @@ def test_an_absent_partner_is_missed_at_the_deadline_in_both_roles(members):
 
 def test_waiting_dialers_are_bounded(members):
     high = members(1000)
-    callers = []
-    for replica in range(MAX_PARKED + 3):
+
+    def call(replica):
         hello = {"kind": "exchange", "run_id": "run", "fingerprint": "print", "rank": 0, "replica": replica}
-        callers.append(dial(high.address, SECRET, {**hello, "outer_step": 0, "tensors": []}, LONG_SECONDS))
+        return dial(high.address, SECRET, {**hello, "outer_step": 0, "tensors": []}, LONG_SECONDS)
+
+    callers = [call(replica) for replica in range(MAX_PARKED)]
     while high.exchange._seats._parked.keys() < {(0, replica) for replica in range(MAX_PARKED)}:
         time.sleep(0.01)
-    for caller in callers[MAX_PARKED:]:
+    for replica in range(MAX_PARKED, MAX_PARKED + 3):
+        caller = call(replica)
         caller.expire_in(LONG_SECONDS)
         assert "waiting already" in caller.receive()["reason"]
     assert len(high.exchange._seats._parked) == MAX_PARKED
     # Those that hang up make room for others.
     callers[0].close()
     time.sleep(0.1)
-    last = dial(high.address, SECRET, {**hello, "replica": 999, "outer_step": 0, "tensors": []}, LONG_SECONDS)
+    last = call(999)
     while (0, 999) not in high.exchange._seats._parked:
         time.sleep(0.01)
     assert len(high.exchange._seats._parked) == MAX_PARKED and not last.hung_up()
